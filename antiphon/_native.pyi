@@ -143,9 +143,13 @@ class BatchAddresses:
         num_sequences: int,
         num_rows: int,
     ) -> None: ...
+    def look(self, block_size: int) -> None:
+        """Read the values, which stay as they are: calls then refuse what is outside of cache and rotary table."""
 
 class RotaryAddresses:
-    def __init__(self, cos_address: int, sin_address: int, half: int, interleaved: bool) -> None: ...
+    def __init__(
+        self, cos_address: int, sin_address: int, num_positions: int, half: int, interleaved: bool
+    ) -> None: ...
 
 class KVCache:
     def __init__(

@@ -17,7 +17,7 @@ on; its order of sums depends on size and on the number of ranks; a rank that di
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
 from typing import TypeVar
@@ -30,6 +30,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.sharing import split_evenly
 from antiphon.comm.ledger import Traffic, read_traffic
 from antiphon.comm.m2n.native import aborting, dtype_name, view_of
+from antiphon.kernels.api import address
 
 
 class RankGroup:
@@ -182,15 +183,17 @@ class NativeRankGroup(RankGroup):
         return device.type == "cpu"
 
     def all_reduce(self, tensor: Tensor) -> None:
-        assert tensor.is_contiguous(), "it is summed in place"
-        self._run(self._native.all_reduce, tensor.data_ptr(), tensor.numel(), dtype_name(tensor.dtype))
+        if not tensor.is_contiguous():
+            raise UserError(f"a tensor of strides {tensor.stride()} to be summed in place: give a contiguous one")
+        self._run(self._native.all_reduce, address(tensor), tensor.numel(), dtype_name(tensor.dtype))
 
     def row_blocks(self, num_rows: int) -> list[tuple[int, int]]:
         num_blocks = 1 if self._beside is None else max(1, min(_NUM_BLOCKS, num_rows // _BLOCK_ROWS))
         return split_evenly(num_rows, num_blocks)
 
     def begin_sum(self, tensor: Tensor) -> None:
-        assert self._beside is not None, "one block is summed at once"
+        if self._beside is None:
+            raise UserError("this group sums one block at once: make it with in_blocks, or call all_reduce")
         self._sums.append(self._beside.submit(self.all_reduce, tensor))
 
     def finish_sums(self) -> None:
@@ -200,25 +203,25 @@ class NativeRankGroup(RankGroup):
             each.result()
 
     def all_gather(self, tensor: Tensor, rows_by_rank: Sequence[int]) -> Tensor:
-        tensor = tensor.contiguous()
+        tensor, rows_by_rank = tensor.contiguous(), self._counts(rows_by_rank)
         out = self._room(tensor, rows_by_rank, rows_by_rank[self.rank])
         num_bytes = _times(rows_by_rank, row_elements(tensor) * tensor.itemsize)
-        self._run(self._native.all_gather, tensor.data_ptr(), out.data_ptr(), num_bytes)
+        self._run(self._native.all_gather, address(tensor), address(out), num_bytes)
         return out
 
     def reduce_scatter(self, tensor: Tensor, rows_by_rank: Sequence[int]) -> Tensor:
-        tensor = tensor.contiguous()
+        tensor, rows_by_rank = tensor.contiguous(), self._counts(rows_by_rank)
         out = self._room(tensor, rows_by_rank[self.rank : self.rank + 1], sum(rows_by_rank))
         counts = _times(rows_by_rank, row_elements(tensor))
-        self._run(self._native.reduce_scatter, tensor.data_ptr(), out.data_ptr(), counts, dtype_name(tensor.dtype))
+        self._run(self._native.reduce_scatter, address(tensor), address(out), counts, dtype_name(tensor.dtype))
         return out
 
     def all_to_all(self, tensor: Tensor, rows_to: Sequence[int], rows_from: Sequence[int]) -> Tensor:
-        tensor = tensor.contiguous()
+        tensor, rows_to, rows_from = tensor.contiguous(), self._counts(rows_to), self._counts(rows_from)
         out = self._room(tensor, rows_from, sum(rows_to))
         row_bytes = row_elements(tensor) * tensor.itemsize
         bytes_to, bytes_from = _times(rows_to, row_bytes), _times(rows_from, row_bytes)
-        self._run(self._native.all_to_all, tensor.data_ptr(), out.data_ptr(), bytes_to, bytes_from)
+        self._run(self._native.all_to_all, address(tensor), address(out), bytes_to, bytes_from)
         return out
 
     def open_exchange(self) -> int:
@@ -226,7 +229,7 @@ class NativeRankGroup(RankGroup):
 
     def post(self, exchange: int, peer: int, pieces: Sequence[Tensor]) -> None:
         pieces = [piece.contiguous() for piece in pieces]
-        self._run(self._native.post, exchange, peer, [(piece.data_ptr(), piece.nbytes) for piece in pieces])
+        self._run(self._native.post, exchange, peer, [(address(piece), piece.nbytes) for piece in pieces])
 
     def take(self, exchange: int, peer: int) -> Tensor:
         address, num_bytes = self._run(self._native.take, exchange, peer)
@@ -236,7 +239,9 @@ class NativeRankGroup(RankGroup):
         self._native.release(exchange, peer)
 
     def broadcast_bytes(self, payload: bytes | None, *, root: int = 0, timeout_s: float | None = None) -> bytes:
-        assert (payload is not None) == (root == self.rank), "the root gives the payload, the others get it"
+        if (payload is not None) != (root == self.rank):
+            given = "gives no payload" if payload is None else "gives a payload"
+            raise UserError(f"rank {self.rank} of {self.size} {given}, root is {root}: the root gives it, others None")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         return aborting(self._native.broadcast, payload, root, timeout_s, self._timeout_s)
 
@@ -272,10 +277,18 @@ class NativeRankGroup(RankGroup):
             self._beside.shutdown()
         self._endpoint.close()
 
+    def _counts(self, rows: Iterable[int]) -> list[int]:
+        """Of each rank, as integers that do not overflow."""
+        counts = [int(count) for count in rows]
+        if len(counts) != self.size or min(counts) < 0:
+            raise UserError(f"rows {counts} for a group of {self.size} ranks: give each rank's number, 0 or more")
+        return counts
+
     def _room(self, tensor: Tensor, rows: Sequence[int], rows_given: int) -> Tensor:
         """Space for a result of this many rows; checks what goes in."""
-        assert tensor.shape[0] == rows_given, f"{rows_given} rows are announced, {tensor.shape[0]} given"
-        return torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype)
+        if tensor.dim() == 0 or tensor.shape[0] != rows_given:
+            raise UserError(f"{rows_given} rows are announced, the tensor has the shape {tuple(tensor.shape)}")
+        return tensor.new_empty((sum(rows), *tensor.shape[1:]))
 
     def _run(self, call: Callable[..., _Result], *arguments: object) -> _Result:
         return aborting(call, *arguments, self._timeout_s)

@@ -9,7 +9,7 @@ E experts held here   K experts per token   I expert width   B blocks   P tokens
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,30 @@ from antiphon.specs.model import KV_SCALE_BYTES, KVStorage, RouterSpec
 
 
 def address(x: Tensor | None) -> int:
-    """Where a tensor's elements begin, for the native kernels; 0: none."""
-    return 0 if x is None else x.data_ptr()
+    """Where a tensor's elements begin, for native code; 0: none. `ValueError` for a tensor that is not in host memory,
+    or whose gradient would be lost."""
+    if x is None:
+        return 0
+    if not x.is_cpu:
+        raise ValueError(f"a tensor on {x.device}: native code reads host memory, use .cpu()")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError("a tensor requires a gradient, which native code does not pass on: use torch.no_grad()")
+    return x.data_ptr()
+
+
+class _Packed(Protocol):
+    dtype: torch.dtype
+
+
+_Own = TypeVar("_Own", bound=_Packed)
+
+
+def own(made: object, kind: type[_Own], dtype: torch.dtype) -> _Own:
+    """`made`, a weight or cache of the back-end that calls. `ValueError` for another one's, whose layout differs."""
+    if isinstance(made, kind) and made.dtype == dtype:
+        return made
+    of_dtype = f" of {made.dtype}" if hasattr(made, "dtype") else ""
+    raise ValueError(f"a {type(made).__name__}{of_dtype} where this back-end takes its own {kind.__name__} of {dtype}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +60,11 @@ class KVCacheSpec:
     value_dim: int
     values_in_keys: bool = False
     storage: KVStorage = "auto"
+
+    def __post_init__(self) -> None:
+        sizes = (self.num_layers, self.num_blocks, self.num_kv_heads, self.key_dim, self.value_dim)
+        if min(sizes) < 0 or self.block_size < 1:
+            raise ValueError(f"{self}: no size may be below 0, and a block has at least 1 token")
 
     def block_bytes(self, bytes_per_element: int) -> int:
         """Bytes of one block over all layers: the unit in which KV memory is admitted."""
@@ -111,6 +138,10 @@ class ExpertShape:
     alpha: float = 1.702
     limit: float = 7.0
     has_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.num_experts, self.hidden, self.intermediate) < 0:
+            raise ValueError(f"{self}: no size may be below 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +220,8 @@ class HeadRows:
 
 
 class KernelBackend(Protocol):
-    """Everything the decoder asks of a machine. One object per worker; not thread-safe."""
+    """Everything the decoder asks of a machine. One object per worker; not thread-safe. Without gradients:
+    `antiphon.kernels.ops` has operators with them. `ValueError` for tensors that do not fit the call."""
 
     name: str
     device: torch.device

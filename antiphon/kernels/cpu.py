@@ -28,8 +28,9 @@ from antiphon.kernels.api import (
     PackedLinear,
     RotaryTable,
     address,
+    own,
 )
-from antiphon.kernels.cpu_weights import CpuExperts, CpuLinear
+from antiphon.kernels.cpu_weights import CpuExperts, CpuLinear, check_addressable
 from antiphon.kernels.ops.route import choose_experts
 from antiphon.kernels.quantized import AnyWeight
 from antiphon.kernels.reference import FLOATS, ReferenceBackend
@@ -51,7 +52,9 @@ class CpuKVCache:
             )
         self.spec = spec
         self.dtype = dtype
+        wanted = spec.num_blocks * spec.block_bytes(dtype.itemsize)
         try:
+            check_addressable(wanted)
             self.native = _native.KVCache(
                 dtype == torch.bfloat16,
                 "" if spec.storage == "auto" else spec.storage,
@@ -63,7 +66,6 @@ class CpuKVCache:
                 spec.value_dim,
             )
         except MemoryError as error:
-            wanted = spec.num_blocks * spec.block_bytes(dtype.itemsize)
             raise ResourceError(
                 f"cannot reserve a KV cache of {format_bytes(wanted)} ({spec.num_blocks} blocks of "
                 f"{spec.block_size} tokens): lower the number of blocks"
@@ -83,7 +85,7 @@ class CpuKVCache:
         self.spec.check_run(layer, blocks, (first, count), heads, rows, self.dtype.itemsize)
         if not (blocks.dtype == heads.dtype == torch.int32 and blocks.is_contiguous() and heads.is_contiguous()):
             raise ValueError(f"blocks and heads must be contiguous int32, got {blocks.dtype} and {heads.dtype}")
-        return layer, blocks.data_ptr(), first, count, heads.data_ptr(), len(heads), rows.data_ptr()
+        return layer, address(blocks), first, count, address(heads), len(heads), address(rows)
 
 
 class BatchAddresses:
@@ -95,18 +97,21 @@ class BatchAddresses:
         self._native_batch: _native.BatchAddresses | None = None
         self._native_rotary: _native.RotaryAddresses | None = None
 
-    def of_batch(self, batch: AttentionBatch) -> _native.BatchAddresses:
+    def of_batch(self, batch: AttentionBatch, block_size: int) -> _native.BatchAddresses:
         if batch is self._batch and self._native_batch is not None:
             return self._native_batch
         tables = batch.block_tables_SB
         arrays = (batch.positions_T, batch.slots_T, batch.query_starts, batch.context_lens_S, tables)
-        for array in arrays:
-            if array.dtype != torch.int32 or not array.is_contiguous():
-                raise ValueError(f"batch tensors must be contiguous int32, got {array.dtype} {tuple(array.shape)}")
-        positions, slots, starts, lengths, table = (array.data_ptr() for array in arrays)
-        native = _native.BatchAddresses(
-            positions, slots, starts, lengths, table, tables.shape[1], len(batch.query_lens), batch.num_tokens
-        )
+        rows, sequences = batch.num_tokens, len(batch.query_lens)
+        shapes = (rows,), (rows,), (sequences + 1,), (sequences,), (sequences, tables.shape[-1])
+        for array, shape in zip(arrays, shapes, strict=True):
+            if array.dtype != torch.int32 or not array.is_contiguous() or array.shape != shape:
+                given = f"{array.dtype} {tuple(array.shape)}"
+                raise ValueError(f"batch tensors must be contiguous int32, here {shape}, got {given}")
+        positions, slots, starts, lengths, table = map(address, arrays)
+        native = _native.BatchAddresses(positions, slots, starts, lengths, table, tables.shape[1], sequences, rows)
+        if not batch.refilled:
+            native.look(block_size)
         self._batch, self._native_batch = batch, native
         return native
 
@@ -114,10 +119,12 @@ class BatchAddresses:
         if rotary is self._rotary and self._native_rotary is not None:
             return self._native_rotary
         for table in (rotary.cos, rotary.sin):
-            if table.dtype != torch.float32 or not table.is_contiguous():
-                raise ValueError(f"rotary tables must be contiguous float32, got {table.dtype}")
+            if table.dtype != torch.float32 or not table.is_contiguous() or table.shape != rotary.cos.shape:
+                given = f"{table.dtype} {tuple(table.shape)}"
+                raise ValueError(f"rotary tables must be contiguous float32 and of one shape, got {given}")
+        num_positions, half = rotary.cos.shape
         native = _native.RotaryAddresses(
-            rotary.cos.data_ptr(), rotary.sin.data_ptr(), rotary.cos.shape[1], rotary.interleaved
+            address(rotary.cos), address(rotary.sin), num_positions, half, rotary.interleaved
         )
         self._rotary, self._native_rotary = rotary, native
         return native
@@ -153,75 +160,76 @@ class CpuBackend:
         residual_TO: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        assert isinstance(weight, CpuLinear)
+        weight = own(weight, CpuLinear, self.dtype)
         x_TI = self._inputs(x_TI, weight)
         num_rows, out_fp32 = x_TI.shape[0], out_dtype is torch.float32
-        out = torch.empty((num_rows, weight.out_features), dtype=torch.float32 if out_fp32 else self.dtype)
+        out = torch.empty(
+            (num_rows, weight.out_features), dtype=torch.float32 if out_fp32 else self.dtype, device=self.device
+        )
         residual, residual_stride = 0, 0
         if residual_TO is not None:
             residual_TO = self._rows(residual_TO, weight.out_features)
             if residual_TO.shape[0] != num_rows:
                 raise ValueError(f"residual has {residual_TO.shape[0]} rows, x has {num_rows}")
-            residual, residual_stride = residual_TO.data_ptr(), residual_TO.stride(0)
-        weight.native.linear(
-            x_TI.data_ptr(), num_rows, x_TI.stride(0), residual, residual_stride, out.data_ptr(), out_fp32
-        )
+            residual, residual_stride = address(residual_TO), residual_TO.stride(0)
+        weight.native.linear(address(x_TI), num_rows, x_TI.stride(0), residual, residual_stride, address(out), out_fp32)
         return out if out_dtype is None else out.to(out_dtype)
 
     def weight_rows(self, weight: PackedLinear, ids_T: Tensor) -> Tensor:
-        assert isinstance(weight, CpuLinear)
-        assert not weight.quantized
+        weight = own(weight, CpuLinear, self.dtype)
+        if weight.quantized or ids_T.dtype != torch.int64 or ids_T.dim() != 1:
+            kept = "kept in codes" if weight.quantized else "kept as floats"
+            raise ValueError(f"rows {ids_T.dtype} {tuple(ids_T.shape)} of a weight {kept}: give int64 [T], and floats")
         ids_T = ids_T.contiguous()
-        assert ids_T.dtype == torch.int64
         if len(ids_T) and not 0 <= int(ids_T.min()) <= int(ids_T.max()) < weight.out_features:
             raise IndexError(f"rows {ids_T.tolist()} of a weight of {weight.out_features} rows")
-        out = torch.empty((len(ids_T), weight.in_features), dtype=self.dtype)
-        weight.native.take_rows(ids_T.data_ptr(), len(ids_T), out.data_ptr())
+        out = torch.empty((len(ids_T), weight.in_features), dtype=self.dtype, device=self.device)
+        weight.native.take_rows(address(ids_T), len(ids_T), address(out))
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        width = x.shape[-1]
+        width = weight.numel()
         x = x if x.is_contiguous() else x.contiguous()
-        self._check(x, weight, width)
+        weight = self._norm_weight(x.dtype, weight, x.shape[-1] if x.dim() else 0)
         out = torch.empty_like(x)
         _native.rms_norm(
             self._is_bf16,
-            x.data_ptr(),
+            address(x),
             x.numel() // max(1, width),
             width,
             width,
-            weight.data_ptr(),
+            address(weight),
             eps,
-            out.data_ptr(),
+            address(out),
             width,
         )
         return out
 
     def rms_norm_(self, x_TH: Tensor, weight: Tensor, eps: float) -> None:
         num_rows, width = x_TH.shape
-        self._check(x_TH, weight, width)
-        if x_TH.stride(1) != 1 and width > 1:
-            raise ValueError(f"rows of stride {x_TH.stride(1)}: their elements must be consecutive")
-        at, stride = x_TH.data_ptr(), x_TH.stride(0)
-        _native.rms_norm(self._is_bf16, at, num_rows, stride, width, weight.data_ptr(), eps, at, stride)
+        weight = self._norm_weight(x_TH.dtype, weight, width)
+        if (x_TH.stride(1) != 1 and width > 1) or (x_TH.stride(0) < width and num_rows > 1):
+            raise ValueError(f"rows of strides {x_TH.stride()}: elements must be consecutive, rows apart")
+        at, stride = address(x_TH), x_TH.stride(0)
+        _native.rms_norm(self._is_bf16, at, num_rows, stride, width, address(weight), eps, at, stride)
 
     def add_rms_norm(self, x_TH: Tensor, delta_TH: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         num_rows, width = x_TH.shape
         x_TH, delta_TH = x_TH.contiguous(), delta_TH.contiguous()
-        self._check(x_TH, weight, width)
+        weight = self._norm_weight(x_TH.dtype, weight, width)
         if delta_TH.shape != x_TH.shape or delta_TH.dtype != self.dtype:
             raise ValueError(f"delta is {delta_TH.dtype} {tuple(delta_TH.shape)}, x is {tuple(x_TH.shape)}")
         total, out = torch.empty_like(x_TH), torch.empty_like(x_TH)
         _native.add_rms_norm(
             self._is_bf16,
-            x_TH.data_ptr(),
-            delta_TH.data_ptr(),
+            address(x_TH),
+            address(delta_TH),
             num_rows,
             width,
-            weight.data_ptr(),
+            address(weight),
             eps,
-            total.data_ptr(),
-            out.data_ptr(),
+            address(total),
+            address(out),
         )
         return total, out
 
@@ -232,8 +240,8 @@ class CpuBackend:
         if not (x_TH.dtype == delta_TH.dtype == self.dtype and delta_TH.shape == x_TH.shape):
             raise ValueError(f"{x_TH.dtype} {tuple(x_TH.shape)} and {delta_TH.dtype} {tuple(delta_TH.shape)}")
         total_TH = torch.empty_like(x_TH)
-        given = x_TH.data_ptr(), delta_TH.data_ptr(), num_rows, width
-        _native.add_rms_norm(self._is_bf16, *given, 0, 0.0, total_TH.data_ptr(), 0)  # without a norm
+        given = address(x_TH), address(delta_TH), num_rows, width
+        _native.add_rms_norm(self._is_bf16, *given, 0, 0.0, address(total_TH), 0)  # without a norm
         return total_TH
 
     def new_kv_cache(self, spec: KVCacheSpec) -> KVCache:
@@ -242,25 +250,27 @@ class CpuBackend:
     def rotate_and_store(
         self, qkv_TX: Tensor, cache: KVCache, layer: int, batch: AttentionBatch, heads: HeadRows
     ) -> Tensor:
-        if not isinstance(cache, CpuKVCache):
+        if cache.spec.values_in_keys:
             return self._reference.rotate_and_store(qkv_TX, cache, layer, batch, heads)
+        cache = own(cache, CpuKVCache, self.dtype)
         spec = cache.spec
         width = heads.num_heads * spec.key_dim + spec.num_kv_heads * (spec.key_dim + spec.value_dim)
         qkv_TX = self._rows(qkv_TX, width).contiguous()
-        for norm in (heads.q_norm_D, heads.k_norm_D):
-            if norm is not None:
-                self._check(qkv_TX, norm, spec.key_dim)
-        q_TND = torch.empty((qkv_TX.shape[0], heads.num_heads, spec.key_dim), dtype=self.dtype)
+        q_norm_D, k_norm_D = (
+            None if norm is None else self._norm_weight(qkv_TX.dtype, norm, spec.key_dim)
+            for norm in (heads.q_norm_D, heads.k_norm_D)
+        )
+        q_TND = torch.empty((qkv_TX.shape[0], heads.num_heads, spec.key_dim), dtype=self.dtype, device=self.device)
         cache.native.rotate_and_store(
             layer,
-            self._addresses.of_batch(batch),
+            self._addresses.of_batch(batch, spec.block_size),
             self._addresses.of_rotary(heads.rotary),
-            qkv_TX.data_ptr(),
+            address(qkv_TX),
             heads.num_heads,
-            address(heads.q_norm_D),
-            address(heads.k_norm_D),
+            address(q_norm_D),
+            address(k_norm_D),
             heads.eps,
-            q_TND.data_ptr(),
+            address(q_TND),
         )
         return q_TND
 
@@ -275,36 +285,39 @@ class CpuBackend:
         sliding_window: int | None,
         sinks_N: Tensor | None = None,
     ) -> Tensor:
-        if not isinstance(cache, CpuKVCache):
+        if cache.spec.values_in_keys:
             return self._reference.paged_attention(
                 q_TND, cache, layer, batch, scale=scale, sliding_window=sliding_window, sinks_N=sinks_N
             )
+        cache = own(cache, CpuKVCache, self.dtype)
         num_rows, num_heads, dim = q_TND.shape
         spec = cache.spec
-        if q_TND.dtype != self.dtype or dim != spec.key_dim or num_heads % spec.num_kv_heads != 0:
+        if q_TND.dtype != self.dtype or dim != spec.key_dim or num_heads % spec.num_kv_heads or not num_heads:
             raise ValueError(f"queries {q_TND.dtype} {tuple(q_TND.shape)} do not fit the cache {spec}")
         if sinks_N is not None:
             sinks_N = sinks_N.contiguous()
             if sinks_N.dtype != torch.float32 or sinks_N.shape != (num_heads,):
                 raise ValueError(f"sinks are {sinks_N.dtype} {tuple(sinks_N.shape)}: {num_heads} in float32 are needed")
         q_TND = q_TND.contiguous()
-        out_TNV = torch.empty((num_rows, num_heads, spec.value_dim), dtype=self.dtype)
+        out_TNV = torch.empty((num_rows, num_heads, spec.value_dim), dtype=self.dtype, device=self.device)
         cache.native.paged_attention(
             layer,
-            self._addresses.of_batch(batch),
-            q_TND.data_ptr(),
+            self._addresses.of_batch(batch, spec.block_size),
+            address(q_TND),
             num_heads,
             scale,
             sliding_window or 0,
             address(sinks_N),
-            out_TNV.data_ptr(),
+            address(out_TNV),
         )
         return out_TNV
 
     def gate(
         self, x_TH: Tensor, weight: PackedLinear, bias_E: Tensor | None, router: RouterSpec
     ) -> tuple[Tensor, Tensor]:
-        assert isinstance(weight, CpuLinear)
+        weight = own(weight, CpuLinear, self.dtype)
+        if weight.out_features != router.num_experts:
+            raise ValueError(f"a gate of {weight.out_features} outputs for a router of {router.num_experts} experts")
         if router.scoring == "sparsemixer":
             return choose_experts(self.linear(x_TH, weight, out_dtype=torch.float32), bias_E, router)
         if router is not self._router:
@@ -316,24 +329,26 @@ class CpuBackend:
     ) -> tuple[Tensor, Tensor]:
         x_TH = self._inputs(x_TH, weight)
         num_rows = x_TH.shape[0]
-        ids = torch.empty((num_rows, options.top_k), dtype=torch.int32)
-        weights = torch.empty((num_rows, options.top_k), dtype=torch.float32)
+        ids = torch.empty((num_rows, options.top_k), dtype=torch.int32, device=self.device)
+        weights = torch.empty((num_rows, options.top_k), dtype=torch.float32, device=self.device)
         if bias_E is not None:
             bias_E = bias_E.float().contiguous()
+            if bias_E.shape != (weight.out_features,):
+                raise ValueError(f"a bias {tuple(bias_E.shape)} for {weight.out_features} experts")
         _native.gate(
             weight.native,
             options,
-            x_TH.data_ptr(),
+            address(x_TH),
             num_rows,
             x_TH.stride(0),
             address(bias_E),
-            ids.data_ptr(),
-            weights.data_ptr(),
+            address(ids),
+            address(weights),
         )
         return ids, weights
 
     def shared_gate(self, x_TH: Tensor, weight: PackedLinear, scaling: float) -> tuple[Tensor, Tensor]:
-        assert isinstance(weight, CpuLinear)
+        weight = own(weight, CpuLinear, self.dtype)
         if (options := self._shared_gates.get(scaling)) is None:
             router = RouterSpec(num_experts=1, top_k=1, scoring="sigmoid", normalize=False, scaling=scaling)
             options = self._shared_gates[scaling] = _gate_options(router)
@@ -343,41 +358,39 @@ class CpuBackend:
         return CpuExperts(shape, formats or FLOATS, self.dtype)
 
     def grouped_ffn(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: PackedExperts) -> Tensor:
-        assert isinstance(experts, CpuExperts)
+        experts = own(experts, CpuExperts, self.dtype)
         x_TH = self._rows(x_TH, experts.shape.hidden)
-        num_rows, top_k = ids_TK.shape
+        num_rows, top_k = ids_TK.shape if ids_TK.dim() == 2 else (-1, 0)
         if num_rows != x_TH.shape[0] or weights_TK.shape != ids_TK.shape:
             raise ValueError(f"{x_TH.shape[0]} rows, ids {tuple(ids_TK.shape)}, weights {tuple(weights_TK.shape)}")
-        ids_TK, weights_TK = ids_TK.int().contiguous(), weights_TK.float().contiguous()
-        out_TH = torch.empty((num_rows, experts.shape.hidden), dtype=self.dtype)
+        ids_TK, weights_TK = _whole(ids_TK).contiguous(), weights_TK.float().contiguous()
+        out_TH = torch.empty((num_rows, experts.shape.hidden), dtype=self.dtype, device=self.device)
         experts.native.grouped_ffn(
-            x_TH.data_ptr(),
+            address(x_TH),
             num_rows,
             x_TH.stride(0),
-            ids_TK.data_ptr(),
-            weights_TK.data_ptr(),
+            address(ids_TK),
+            address(weights_TK),
             top_k,
-            out_TH.data_ptr(),
+            address(out_TH),
         )
         return out_TH
 
     def argmax_rows(self, logits_TV: Tensor) -> Tensor:
         """Index of each row's first largest float32 logit, int64 [T]."""
-        if logits_TV.dtype != torch.float32 or logits_TV.stride(-1) != 1:
-            raise ValueError(f"logits must be float32 with consecutive columns, got {logits_TV.dtype}")
-        ids = torch.empty(logits_TV.shape[0], dtype=torch.int64)
+        _check_logits(logits_TV)
+        ids = torch.empty(logits_TV.shape[0], dtype=torch.int64, device=self.device)
         num_rows, width = logits_TV.shape
-        _native.argmax_rows(logits_TV.data_ptr(), num_rows, width, logits_TV.stride(0), ids.data_ptr())
+        _native.argmax_rows(address(logits_TV), num_rows, width, logits_TV.stride(0), address(ids))
         return ids
 
     def choose_rows(self, logits_TV: Tensor, choices: bytes) -> list[int]:
         """A token of each row of float32 logits, as `choices` say: a `ROW_CHOICE` for each row, one after the other."""
-        if logits_TV.dtype != torch.float32 or logits_TV.stride(-1) != 1:
-            raise ValueError(f"logits must be float32 with consecutive columns, got {logits_TV.dtype}")
+        _check_logits(logits_TV)
         num_rows, width = logits_TV.shape
         if len(choices) != num_rows * ROW_CHOICE.size:
             raise ValueError(f"{num_rows} rows and {len(choices)} bytes of choices: a row has {ROW_CHOICE.size}")
-        return _native.choose_rows(logits_TV.data_ptr(), num_rows, width, logits_TV.stride(0), choices)
+        return _native.choose_rows(address(logits_TV), num_rows, width, logits_TV.stride(0), choices)
 
     def _inputs(self, x: Tensor, weight: CpuLinear) -> Tensor:
         """x as rows in the order of the weight's columns."""
@@ -390,15 +403,37 @@ class CpuBackend:
             raise ValueError(f"expected {self.dtype} rows of width {width}, got {x.dtype} {tuple(x.shape)}")
         return x if x.stride(1) == 1 or width <= 1 else x.contiguous()
 
-    def _check(self, x: Tensor, weight: Tensor, width: int) -> None:
-        if x.dtype != self.dtype or weight.dtype != self.dtype or weight.numel() != width:
+    def _norm_weight(self, dtype: torch.dtype, weight: Tensor, width: int) -> Tensor:
+        """The weight as the kernels read it, after checking that it is one of rows of this dtype and width."""
+        if dtype != self.dtype or weight.dtype != self.dtype or weight.numel() != width:
             raise ValueError(
-                f"expected {self.dtype} rows and a norm weight of width {width}, got {x.dtype} rows and "
+                f"expected {self.dtype} rows and a norm weight of width {width}, got {dtype} rows and "
                 f"{weight.dtype} {tuple(weight.shape)}"
             )
+        return weight if weight.is_contiguous() else weight.contiguous()
+
+
+def _check_logits(logits_TV: Tensor) -> None:
+    is_table = logits_TV.dim() == 2 and logits_TV.shape[1] > 0 and logits_TV.stride(1) == 1
+    if logits_TV.dtype != torch.float32 or not is_table:
+        given = f"{logits_TV.dtype} {tuple(logits_TV.shape)}"
+        raise ValueError(f"logits must be float32 with consecutive columns, one at least, got {given}")
+
+
+def _whole(ids_TK: Tensor) -> Tensor:
+    """In int32; `ValueError` for what is no whole number of 32 bits."""
+    if ids_TK.dtype == torch.int32:
+        return ids_TK
+    whole = ids_TK.int()
+    if not torch.equal(whole.to(ids_TK.dtype), ids_TK):
+        raise ValueError(f"ids in {ids_TK.dtype} are no numbers of experts: use int32")
+    return whole
 
 
 def _gate_options(router: RouterSpec) -> _native.GateOptions:
+    fits = 0 < router.top_k <= router.num_experts and 0 < router.top_k_groups <= router.num_groups
+    if not fits or router.num_experts % router.num_groups or router.scoring not in ("sigmoid", "softmax"):
+        raise ValueError(f"{router}: it chooses 1 to all experts, of 1 to all of its groups, which are of one size")
     options = _native.GateOptions()
     options.sigmoid = router.scoring == "sigmoid"
     options.top_k = router.top_k

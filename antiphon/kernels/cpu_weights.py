@@ -14,6 +14,8 @@ from antiphon.kernels.api import ExpertFormats, ExpertShape, address
 from antiphon.kernels.quantized import AnyWeight, QuantizedWeight, WeightFormat
 from antiphon.kernels.reference import checked_format
 
+_MOST_BYTES = 1 << 46
+
 
 def packed_format(form: WeightFormat | None, num_columns: int, dtype: torch.dtype) -> _native.PackedFormat:
     """How the kernels keep a matrix of `num_columns`: floats of `dtype`, or codes. 4-bit codes with groups that are no
@@ -35,6 +37,12 @@ def _native_form(form: WeightFormat, num_columns: int) -> WeightFormat:
     return form.in_bytes()
 
 
+def check_addressable(num_bytes: int) -> None:
+    """`MemoryError` for more than a process can have addresses for, which the native sizes could not count."""
+    if num_bytes >= _MOST_BYTES:
+        raise MemoryError(f"{num_bytes} bytes")
+
+
 class CpuSource:
     """A matrix whose parts the kernels can read: on the CPU, consecutive inner elements, a scale for every row. Parts
     are views where that is so already; they live as long as this object."""
@@ -49,6 +57,8 @@ class CpuSource:
     ) -> None:
         matrix = checked_format(name, matrix, shape, form)
         if isinstance(matrix, Tensor):
+            if not matrix.is_floating_point() or matrix.layout != torch.strided:
+                raise ValueError(f"{name} is {matrix.dtype} in the layout {matrix.layout}: give dense floats")
             matrix = matrix.detach().to(device="cpu", dtype=dtype)
             codes = matrix if matrix.stride(1) == 1 or shape[1] <= 1 else matrix.contiguous()
             scales, offsets = None, None
@@ -56,7 +66,7 @@ class CpuSource:
             codes, scales, offsets = _readable_parts(name, matrix.in_stored_order())
         self._parts = codes, scales, offsets
         self.addresses = _native.SourceAddresses(
-            codes.data_ptr(),
+            address(codes),
             codes.stride(0) * codes.itemsize,
             address(scales),
             address(offsets),
@@ -90,7 +100,10 @@ class CpuLinear:
     """Weight [out, in] in panels, bias in float32."""
 
     def __init__(self, weight: AnyWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        if len(weight.shape) != 2:
+            raise ValueError(f"weight has shape {tuple(weight.shape)}, expected [out, in]")
         self.out_features, self.in_features = weight.shape
+        self.dtype = dtype
         form = None if isinstance(weight, Tensor) else weight.format
         order = None if isinstance(weight, Tensor) else weight.order
         self.quantized = form is not None
@@ -117,6 +130,7 @@ class CpuExperts:
         self.shape = shape
         self.formats = formats
         self.dtype = dtype
+        check_addressable(12 * shape.num_experts * shape.hidden * shape.intermediate)
         self.native = _native.PackedExperts(
             dtype == torch.bfloat16,
             packed_format(formats.gate_up, shape.hidden, dtype),
@@ -142,13 +156,13 @@ class CpuExperts:
         self.native.set_expert(index, gate.addresses, up.addresses, down.addresses)
         if self.formats.ordered:
             order = self._order(gate_IH, up_IH)
-            self.native.set_order(index, order.data_ptr())
+            self.native.set_order(index, address(order))
 
     def _order(self, gate: AnyWeight, up: AnyWeight) -> Tensor:
         """Of the columns of both, int32."""
         orders = [None if isinstance(matrix, Tensor) else matrix.order for matrix in (gate, up)]
         hidden = self.shape.hidden
-        first, second = (torch.arange(hidden) if order is None else order for order in orders)
+        first, second = (torch.arange(hidden, device="cpu") if order is None else order for order in orders)
         if not torch.equal(first, second):
             raise ValueError("gate and up have their columns in different orders")
         return first.to(torch.int32)
@@ -158,7 +172,7 @@ class CpuExperts:
         gate = checked_bias("gate bias", gate_I, self.shape.intermediate, self.dtype)
         up = checked_bias("up bias", up_I, self.shape.intermediate, self.dtype)
         down = checked_bias("down bias", down_H, self.shape.hidden, self.dtype)
-        self.native.set_bias(index, gate.data_ptr(), up.data_ptr(), down.data_ptr())
+        self.native.set_bias(index, address(gate), address(up), address(down))
 
     def _check_orders(self, *matrices: AnyWeight) -> None:
         """`ValueError` for an order that there is no room for."""

@@ -28,6 +28,13 @@ def takes(x: Tensor) -> bool:
     return x.is_cpu and x.dtype in DTYPES and os.environ.get("ANTIPHON_NATIVE_OPERATORS") != "0"
 
 
+def check(fits: bool, *given: Tensor | None) -> None:
+    """`ValueError` with the shapes, if these tensors do not belong together: kernels would read beyond one of them."""
+    if not fits:
+        shapes = ", ".join("none" if each is None else f"{each.dtype} {tuple(each.shape)}" for each in given)
+        raise ValueError(f"tensors that do not belong together: {shapes}")
+
+
 def isa() -> str:
     """The instruction set of these kernels."""
     return _native.isa()
@@ -44,10 +51,9 @@ def norm(x: Tensor, weight_H: Tensor, eps: float) -> tuple[None, Tensor, Tensor]
     """(None, x * factor * weight, the factors 1 / sqrt(mean(x²) + eps) of rows [..., 1] in float32)."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     factors = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    check(x.dim() > 0 and weight_H.shape == x.shape[-1:], x, weight_H)
     x, weight_H = _by_rows(x), _like(weight_H, x).contiguous()
-    _native.training_norm(
-        _is_bf16(x), _grid(x), x.shape[-1], weight_H.data_ptr(), eps, out.data_ptr(), factors.data_ptr()
-    )
+    _native.training_norm(_is_bf16(x), _grid(x), x.shape[-1], address(weight_H), eps, address(out), address(factors))
     return None, out, factors
 
 
@@ -57,8 +63,8 @@ def norm_gradient(grad: Tensor, x: Tensor, weight_H: Tensor, factors: Tensor) ->
     sums_H = torch.empty(weight_H.shape, dtype=torch.float32, device=x.device)
     x, grad, own_H = _by_rows(x), _by_rows(_like(grad, x)), _like(weight_H, x).contiguous()
     _native.training_norm_gradient(
-        *(_is_bf16(x), _grid(x), _grid(grad), x.shape[-1], own_H.data_ptr(), factors.data_ptr()),
-        *(grad_x.data_ptr(), sums_H.data_ptr()),
+        *(_is_bf16(x), _grid(x), _grid(grad), x.shape[-1], address(own_H), address(factors)),
+        *(address(grad_x), address(sums_H)),
     )
     return grad_x, _like(sums_H, weight_H)
 
@@ -80,13 +86,15 @@ def turn_normed(
 ) -> tuple[Tensor, Tensor | None]:
     """Heads x, at most 4 axes [..., N, D], normed (None: not) and rotated; the norm's factors. cos and sin [..., R]."""
     out, factors = torch.empty(x.shape, dtype=x.dtype, device=x.device), None
+    check(weight_D is None or weight_D.shape == x.shape[-1:], x, weight_D)
+    check(cos.shape == sin.shape == (*x.shape[:-2], cos.shape[-1]) and 2 * cos.shape[-1] <= x.shape[-1], x, cos, sin)
     if weight_D is not None:
         weight_D = _like(weight_D, x).contiguous()
         factors = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     x, (cos, sin) = _by_rows(x), _tables(cos, sin)
     _native.training_turn(
         *(_is_bf16(x), _grid(x), x.shape[-1], _angles(cos, sin, interleaved), address(weight_D), eps),
-        *(address(factors), out.data_ptr()),
+        *(address(factors), address(out)),
     )
     return out, factors
 
@@ -123,7 +131,7 @@ def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 def _angles(cos: Tensor, sin: Tensor, interleaved: bool) -> _native.Angles:
     """Of tables that live as long as this is used."""
     first, second = (0, 0, *cos.stride()[:-1])[-2:]
-    return _native.Angles(cos.data_ptr(), sin.data_ptr(), first, second, cos.shape[-1], interleaved)
+    return _native.Angles(address(cos), address(sin), first, second, cos.shape[-1], interleaved)
 
 
 def activate(x: Tensor, widths: FeedForwardSpec | ExpertShape) -> Tensor:
@@ -142,25 +150,28 @@ def activate_gradient(grad: Tensor, x: Tensor, widths: FeedForwardSpec | ExpertS
 
 def _activation(x: Tensor, grad: Tensor | None, widths: FeedForwardSpec | ExpertShape, out: Tensor) -> None:
     width = x.shape[-1] // 2
+    check(x.shape[-1] == 2 * width and (grad is None or 2 * grad.numel() == x.numel()), x, grad)
     x_RJ = x.reshape(-1, 2 * width).contiguous()
     grad_RI = None if grad is None else grad.reshape(-1, width).contiguous()
     _native.training_activate(
-        *(_is_bf16(x), x_RJ.data_ptr(), 2 * width, address(grad_RI), width, x_RJ.shape[0], width),
-        *(widths.activation, widths.alpha, widths.limit, out.data_ptr()),
+        *(_is_bf16(x), address(x_RJ), 2 * width, address(grad_RI), width, x_RJ.shape[0], width),
+        *(widths.activation, widths.alpha, widths.limit, address(out)),
     )
 
 
 def loss_and_gradient(logits_TV: Tensor, bias_V: Tensor | None, targets_T: Tensor, divisor: float) -> Tensor:
     """The loss -log softmax((logits + bias) / divisor)[target] of each row, float32 [T]. `logits_TV`, contiguous,
     becomes its gradient times `divisor`. A row with a target below 0 has the loss 0 and a gradient of zeros."""
-    assert logits_TV.is_contiguous()
+    check(logits_TV.is_contiguous() and targets_T.shape == logits_TV.shape[:1], logits_TV, targets_T)
+    check(bias_V is None or bias_V.shape == logits_TV.shape[1:], logits_TV, bias_V)
     losses_T = torch.empty(logits_TV.shape[0], dtype=torch.float32, device=logits_TV.device)
     bias_V = None if bias_V is None else bias_V.float().contiguous()
     targets_T = targets_T.long().contiguous()
-    assert not len(targets_T) or int(targets_T.max()) < logits_TV.shape[1], "a target beyond the logits"
+    if len(targets_T) and int(targets_T.max()) >= logits_TV.shape[1]:
+        raise ValueError(f"a target beyond the logits: {int(targets_T.max())} of {logits_TV.shape[1]}")
     _native.training_cross_entropy(
-        *(_is_bf16(logits_TV), logits_TV.data_ptr(), logits_TV.shape[0], logits_TV.shape[1], address(bias_V)),
-        *(targets_T.data_ptr(), divisor, losses_T.data_ptr()),
+        *(_is_bf16(logits_TV), address(logits_TV), logits_TV.shape[0], logits_TV.shape[1], address(bias_V)),
+        *(address(targets_T), divisor, address(losses_T)),
     )
     return losses_T
 
@@ -174,11 +185,11 @@ def combine_gradient(
     grad_weights_TK = None if y_RH is None else torch.zeros_like(weights_TK, memory_format=torch.contiguous_format)
     grad_TH, weights_TK, order_R = grad_TH.contiguous(), weights_TK.contiguous(), order_R.contiguous()
     y_RH = None if y_RH is None else y_RH.contiguous()
-    assert weights_TK.dtype == grad_TH.dtype
-    assert order_R.dtype == torch.int64
+    check(weights_TK.dtype == grad_TH.dtype and order_R.dtype == torch.int64, weights_TK, grad_TH, order_R)
+    check(y_RH is None or y_RH.shape == grad_RH.shape, y_RH, grad_RH)
     _native.training_combine_gradient(
-        *(_is_bf16(grad_TH), grad_TH.data_ptr(), width, address(y_RH), weights_TK.data_ptr(), order_R.data_ptr()),
-        *(order_R.shape[0], top_k, width, grad_RH.data_ptr(), address(grad_weights_TK)),
+        *(_is_bf16(grad_TH), address(grad_TH), width, address(y_RH), address(weights_TK), address(order_R)),
+        *(order_R.shape[0], top_k, width, address(grad_RH), address(grad_weights_TK)),
     )
     return grad_RH, grad_weights_TK
 
@@ -188,10 +199,13 @@ def sum_rows(x_RH: Tensor, places_TK: Tensor, weights_TK: Tensor | None) -> Tens
     (num_tokens, top_k), width = places_TK.shape, x_RH.shape[1]
     out_TH = torch.empty((num_tokens, width), dtype=x_RH.dtype, device=x_RH.device)
     x_RH, places_TK = x_RH.contiguous(), places_TK.long().contiguous()
+    check(weights_TK is None or weights_TK.shape == places_TK.shape, weights_TK, places_TK)
+    if places_TK.numel() and not 0 <= int(places_TK.min()) <= int(places_TK.max()) < len(x_RH):
+        raise ValueError(f"places {int(places_TK.min())} to {int(places_TK.max())} of {len(x_RH)} rows")
     weights_TK = None if weights_TK is None else _like(weights_TK, x_RH).contiguous()
     _native.training_sum_rows(
-        *(_is_bf16(x_RH), x_RH.data_ptr(), width, places_TK.data_ptr(), address(weights_TK)),
-        *(num_tokens, top_k, width, out_TH.data_ptr()),
+        *(_is_bf16(x_RH), address(x_RH), width, address(places_TK), address(weights_TK)),
+        *(num_tokens, top_k, width, address(out_TH)),
     )
     return out_TH
 
@@ -225,7 +239,7 @@ def causal_gradient(
     made = [torch.empty(each.shape, dtype=out.dtype, device=out.device) for each in (q_BSND, k_BSGD, v_BSGV)]
     _native.causal_gradient(
         *(_is_bf16(out), *_causal(q_BSND, k_BSGD, v_BSGV, first_keys_BS, scale, out, lse), _grid(grad)),
-        *(each.data_ptr() for each in made),
+        *(address(each) for each in made),
     )
     return made[0], made[1], made[2]
 
@@ -234,31 +248,31 @@ def _causal(
     q: Tensor, k: Tensor, v: Tensor, first_keys_BS: Tensor | None, scale: float, out: Tensor, lse: Tensor
 ) -> tuple[Any, ...]:
     """What both kernels begin with, of tensors `_by_rows` that live as long as this is used."""
-    assert q.dtype == k.dtype == v.dtype == out.dtype
-    assert q.shape[2] % k.shape[2] == 0
+    check(q.dtype == k.dtype == v.dtype == out.dtype and q.shape[:2] == k.shape[:2], q, k, v)
+    check(k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3], q, k, v)
+    check(k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0, q, k, v)
     if first_keys_BS is not None:
-        assert first_keys_BS.shape == q.shape[:2]
-        assert first_keys_BS.dtype == torch.int64
-        assert first_keys_BS.is_contiguous()
+        check(first_keys_BS.shape == q.shape[:2] and first_keys_BS.dtype == torch.int64, q, first_keys_BS)
+        own_S = torch.arange(q.shape[1], device=q.device)
+        if not first_keys_BS.is_contiguous() or bool(((first_keys_BS < 0) | (first_keys_BS > own_S)).any()):
+            raise ValueError("first keys must be contiguous, and none below 0 or behind its query")
     grids = _grid(q), _grid(k), _grid(v)
     sizes = scale, q.shape[-1], v.shape[-1]
-    return *grids, address(first_keys_BS), *sizes, out.data_ptr(), lse.data_ptr()
+    return *grids, address(first_keys_BS), *sizes, address(out), address(lse)
 
 
 def matrix_product(a: Tensor, b: Tensor, out: Tensor | None = None, *, adds: bool = False) -> Tensor:
     """a @ b, in `out`, whose columns are adjacent, if there is one; `adds`: added to it. `out` has the factors' type or
     is float32."""
+    check(a.dim() == b.dim() == 2 and a.dtype == b.dtype and a.shape[1] == b.shape[0], a, b)
     if out is None:
         out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
-    assert a.dtype == b.dtype
-    assert out.dtype in (a.dtype, torch.float32)
-    assert out.shape == (a.shape[0], b.shape[1])
-    assert a.shape[1] == b.shape[0]
-    assert out.stride(1) == 1 or out.shape[1] <= 1
+    check(out.shape == (a.shape[0], b.shape[1]) and out.dtype in (a.dtype, torch.float32), a, b, out)
+    check(out.stride(1) == 1 or out.shape[1] <= 1, out)
     a, b = (each if 1 in each.stride() else each.contiguous() for each in (a, b))
     _native.product(
-        *(_is_bf16(a), a.data_ptr(), a.stride(0), a.stride(1), b.data_ptr(), b.stride(0), b.stride(1)),
-        *(out.data_ptr(), out.stride(0), a.shape[0], a.shape[1], b.shape[1], adds, out.dtype == torch.float32),
+        *(_is_bf16(a), address(a), a.stride(0), a.stride(1), address(b), b.stride(0), b.stride(1)),
+        *(address(out), out.stride(0), a.shape[0], a.shape[1], b.shape[1], adds, out.dtype == torch.float32),
     )
     return out
 
@@ -284,12 +298,11 @@ def grouped_weight_gradient(grad_RO: Tensor, x_RI: Tensor, counts_E: tuple[int, 
 def _grouped(
     kind: _native.GroupedProduct, x_RI: Tensor, y_RO: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...]
 ) -> None:
-    for each in (x_RI, y_RO, weight_EOI):
-        assert each.dtype == x_RI.dtype
-        assert each.is_contiguous()
-    assert x_RI.shape[0] == y_RO.shape[0] == sum(counts_E)
-    assert weight_EOI.shape == (len(counts_E), y_RO.shape[1], x_RI.shape[1])
-    addresses = x_RI.data_ptr(), y_RO.data_ptr(), weight_EOI.data_ptr()
+    alike = x_RI.dtype == y_RO.dtype == weight_EOI.dtype and x_RI.shape[0] == y_RO.shape[0] == sum(counts_E)
+    alike = alike and x_RI.is_contiguous() and y_RO.is_contiguous() and weight_EOI.is_contiguous()
+    fits = weight_EOI.shape == (len(counts_E), y_RO.shape[1], x_RI.shape[1]) and min(counts_E, default=0) >= 0
+    check(alike and fits, x_RI, y_RO, weight_EOI)
+    addresses = address(x_RI), address(y_RO), address(weight_EOI)
     _native.grouped_product(_is_bf16(x_RI), kind, *addresses, list(counts_E), x_RI.shape[1], y_RO.shape[1])
 
 
@@ -308,15 +321,15 @@ def adamw(
 ) -> None:
     """Step number `step`, the first is 1, of AdamW as `torch.optim.AdamW` takes it along `grad` times `scale`. All are
     float32, flat and contiguous; `values` and both moments change."""
-    for each in (values, grad, mean, square):
-        assert each.dtype == torch.float32
-        assert each.is_contiguous()
-        assert each.numel() == values.numel()
+    flat = (each.dtype == torch.float32 and each.is_contiguous() for each in (values, grad, mean, square))
+    check(all(flat) and values.numel() == grad.numel() == mean.numel() == square.numel(), values, grad, mean, square)
+    if step < 1:
+        raise ValueError(f"step {step} of AdamW: the first is 1")
     _native.adamw(
-        values.data_ptr(),
-        grad.data_ptr(),
-        mean.data_ptr(),
-        square.data_ptr(),
+        address(values),
+        address(grad),
+        address(mean),
+        address(square),
         values.numel(),
         step,
         scale,
@@ -347,4 +360,4 @@ def _by_rows(x: Tensor) -> Tensor:
 def _grid(x: Tensor) -> _native.GridRows:
     """Where the rows of `_by_rows` lie."""
     sizes, strides = (1, 1, 1, *x.shape[:-1])[-3:], (0, 0, 0, *x.stride()[:-1])[-3:]
-    return _native.GridRows(x.data_ptr(), *sizes, *strides)
+    return _native.GridRows(address(x), *sizes, *strides)

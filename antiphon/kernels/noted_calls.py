@@ -121,7 +121,7 @@ class CallBuffers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._num_given += 1
         if number < len(given) and given[number].shape == shape and given[number].dtype == dtype:
             return given[number]
-        made = torch.empty(shape, dtype=dtype)
+        made = torch.empty(shape, dtype=dtype, device="cpu")
         self._kept.append(made)
         given[number : number + 1] = [made]
         return made

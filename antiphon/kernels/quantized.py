@@ -56,8 +56,8 @@ class WeightFormat:
         if self.offset != "none" and self.codes not in ("int8", "int4"):
             raise ValueError(f"{self.codes} codes take no {self.offset}: only int8 and int4 do")
         for name, count in (("columns", self.columns_per_scale), ("rows", self.rows_per_scale)):
-            if count is not None and count < 1:
-                raise ValueError(f"{count} {name} per scale: at least 1 is needed")
+            if count is not None and (isinstance(count, bool | float) or count < 1):
+                raise ValueError(f"{count} {name} per scale: a whole number of at least 1 is needed")
 
     def __str__(self) -> str:
         columns, rows = self.columns_per_scale, self.rows_per_scale
@@ -105,6 +105,9 @@ class QuantizedWeight:
     order: Tensor | None = None
 
     def __post_init__(self) -> None:
+        if self.codes.dim() != 2:
+            raise ValueError(f"codes have the shape {tuple(self.codes.shape)}, expected [rows, columns]")
+        self._check_order()
         form, columns = self.format, self.stored_columns
         width = math.ceil(columns / 2) if form.nibbles else columns
         _check("codes", self.codes, (self.num_rows, width), CODE_DTYPES[form.codes])
@@ -118,6 +121,16 @@ class QuantizedWeight:
                 )
             if tensor is not None:
                 _check(kind, tensor, scale_shape, dtype)
+
+    def _check_order(self) -> None:
+        """Each column is stored once at most: products add up what is stored."""
+        if (order := self.order) is None:
+            return
+        fits = order.dtype == torch.int64 and order.dim() == 1
+        if not fits or bool(((order < -1) | (order >= self.num_columns)).any()):
+            raise ValueError(f"an order {order.dtype} {tuple(order.shape)}: int64, of columns below {self.num_columns}")
+        if bool((torch.bincount(order + 1)[1:] > 1).any()):
+            raise ValueError("an order names a column twice")
 
     @property
     def num_rows(self) -> int:
@@ -190,10 +203,11 @@ class QuantizedWeight:
         room = _filled_up(counts, width)
         by_group = groups.argsort(stable=True)
         groups, places, columns = groups[by_group], places[by_group], columns[by_group]
-        target = torch.arange(len(groups)) + (room - counts).cumsum(0)[groups] - (room - counts)[groups]
-        order = torch.full((int(room.sum()),), -1)
+        shifts = (room - counts).cumsum(0) - (room - counts)
+        target = torch.arange(len(groups), device=groups.device) + shifts[groups]
+        order = torch.full((int(room.sum()),), -1, device=groups.device)
         order[target] = columns
-        group_of_stored = torch.arange(len(room)).repeat_interleave(room)
+        group_of_stored = torch.arange(len(room), device=groups.device).repeat_interleave(room)
         new_groups = group_of_stored[::width]
         scales, zeros, offsets = (
             None if part is None else as_bits(part)[:, new_groups].view(part.dtype)
@@ -222,7 +236,8 @@ class QuantizedWeight:
             units = (-self.offsets / safe).round().clamp(least, most)
             return units.to(CODE_DTYPES[self.format.codes])
         neutral = 8 if self.format.codes == "int4" else 0
-        return torch.full(self.scales.shape, neutral, dtype=CODE_DTYPES[self.format.codes])
+        dtype = CODE_DTYPES[self.format.codes]
+        return torch.full(self.scales.shape, neutral, dtype=dtype, device=self.scales.device)
 
     def with_scale_per_row(self) -> "QuantizedWeight":
         """The same values, with scales repeated for every row."""
@@ -352,7 +367,8 @@ def pack_nibbles(nibbles: Tensor) -> Tensor:
 
 @cache
 def _e2m1_table(device: torch.device) -> Tensor:
-    return torch.tensor(E2M1_VALUES + tuple(-value for value in E2M1_VALUES), device=device)
+    values = E2M1_VALUES + tuple(-value for value in E2M1_VALUES)
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def _code_values(kind: CodeKind, codes: Tensor) -> Tensor:
@@ -367,12 +383,15 @@ def _code_values(kind: CodeKind, codes: Tensor) -> Tensor:
 def quantize(weight: Tensor, form: WeightFormat, clip: Tensor | float = 1.0) -> QuantizedWeight:
     """Round-to-nearest. A group's range is `clip` (a number, or one for each group [R, G]) times its largest magnitude,
     or times its extremes with zero points or offsets. Scales are rounded first, so that codes are nearest to what is
-    stored. Only for formats with a scale per row."""
+    stored. Only for formats with a scale per row, and finite numbers."""
     if form.rows_per_scale != 1:
         raise ValueError("quantize makes scales of single rows")
+    if weight.dim() != 2 or not bool(weight.isfinite().all()):
+        raise ValueError(f"a weight {tuple(weight.shape)}: quantize takes finite numbers [rows, columns]")
     num_rows, num_columns = weight.shape
     width = form.columns_per_scale or max(1, num_columns)
-    padded = torch.nn.functional.pad(weight.float(), (0, -num_columns % width)).view(num_rows, -1, width)
+    padded = torch.nn.functional.pad(weight.float(), (0, -num_columns % width))
+    padded = padded.view(num_rows, padded.shape[1] // width, width)
     shift: Tensor | None = None
     if form.offset == "none":
         limit = {"int8": 127.0, "int4": 7.0, "mxfp4": 6.0, "fp8": 448.0}[form.codes]

@@ -28,6 +28,7 @@ from antiphon.kernels.api import (
     KVCacheSpec,
     PackedExperts,
     PackedLinear,
+    own,
 )
 from antiphon.kernels.ops.attention import look_up, rms_norm, rotate
 from antiphon.kernels.ops.feed_forward import activate
@@ -71,6 +72,7 @@ class ReferenceExperts:
     ) -> None:
         self.shape = shape
         self.formats = formats
+        self.dtype = dtype
         num_experts, hidden, width = shape.num_experts, shape.hidden, shape.intermediate
         wide_experts = 0 if formats.gate_up is not None else num_experts
         down_experts = 0 if formats.down is not None else num_experts
@@ -116,8 +118,8 @@ class ReferenceExperts:
         return kept[2].dequantize(self.down_EHI.dtype)
 
     def set_bias(self, index: int, gate_I: Tensor, up_I: Tensor, down_H: Tensor) -> None:
-        assert self.gate_up_bias_EJ is not None, "experts without room for biases"
-        assert self.down_bias_EH is not None
+        if self.gate_up_bias_EJ is None or self.down_bias_EH is None:
+            raise ValueError("these experts were made without room for biases")
         self.gate_up_bias_EJ[index, : self.shape.intermediate].copy_(gate_I)
         self.gate_up_bias_EJ[index, self.shape.intermediate :].copy_(up_I)
         self.down_bias_EH[index].copy_(down_H)
@@ -248,7 +250,7 @@ class ReferenceBackend:
         residual_TO: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        assert isinstance(weight, ReferenceLinear)
+        weight = own(weight, ReferenceLinear, self.dtype)
         if out_dtype is not None and out_dtype != x_TI.dtype:
             y = _float32_linear(x_TI, weight)
             return (y if residual_TO is None else y + residual_TO).to(out_dtype)
@@ -259,7 +261,7 @@ class ReferenceBackend:
         return torch.addmm(residual_TO, x_TI, weight.weight_OI.t())
 
     def weight_rows(self, weight: PackedLinear, ids_T: Tensor) -> Tensor:
-        assert isinstance(weight, ReferenceLinear)
+        weight = own(weight, ReferenceLinear, self.dtype)
         return weight.weight_OI.index_select(0, ids_T)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -282,7 +284,7 @@ class ReferenceBackend:
     def rotate_and_store(
         self, qkv_TX: Tensor, cache: KVCache, layer: int, batch: AttentionBatch, heads: HeadRows
     ) -> Tensor:
-        assert isinstance(cache, ReferenceCache)
+        cache = own(cache, ReferenceCache, self.dtype)
         spec, num_rows = cache.spec, qkv_TX.shape[0]
         q_end = heads.num_heads * spec.key_dim
         k_end = q_end + spec.num_kv_heads * spec.key_dim
@@ -308,7 +310,7 @@ class ReferenceBackend:
         sliding_window: int | None,
         sinks_N: Tensor | None = None,
     ) -> Tensor:
-        assert isinstance(cache, ReferenceCache)
+        cache = own(cache, ReferenceCache, self.dtype)
         plan = self._plans.of(batch, cache.spec, sliding_window)
         return paged_attention(q_TND, cache, layer, plan, scale, sinks_N)
 
@@ -321,7 +323,7 @@ class ReferenceBackend:
         return ReferenceExperts(shape, self.device, self.dtype, formats or FLOATS)
 
     def grouped_ffn(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: PackedExperts) -> Tensor:
-        assert isinstance(experts, ReferenceExperts)
+        experts = own(experts, ReferenceExperts, self.dtype)
         if self.device.type == "cuda" and has_grouped_mm(experts):
             return grouped_products(x_TH, ids_TK, weights_TK, experts)
         if not self.asks_host:

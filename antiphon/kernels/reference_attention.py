@@ -116,7 +116,8 @@ class ReferenceCache:
 
     def _places(self, blocks: Tensor, first: int, count: int, heads: Tensor) -> Tensor:
         """[heads * tokens]: where these tokens are in a table of slots * heads rows, a head after another."""
-        tokens_T, size = torch.arange(first, first + count), self.spec.block_size
+        tokens_T = torch.arange(first, first + count, device=blocks.device)
+        size = self.spec.block_size
         slots_T = blocks.long()[tokens_T // size] * size + tokens_T % size
         places_GT = slots_T * self.spec.num_kv_heads + heads.long().unsqueeze(1)
         return places_GT.flatten().to(self.keys[0].device)
@@ -221,7 +222,7 @@ def make_plan(batch: AttentionBatch, spec: KVCacheSpec, window: int | None) -> A
 def _decode_group(
     batch: AttentionBatch, spec: KVCacheSpec, window: int | None, padded: int, members: list[tuple[int, int]]
 ) -> DecodeGroup:
-    sequences, rows_S = torch.tensor(members).to(batch.slots_T.device, non_blocking=True).unbind(1)
+    sequences, rows_S = torch.tensor(members, device="cpu").to(batch.slots_T.device, non_blocking=True).unbind(1)
     return _group_of(batch, spec, window, padded, sequences, rows_S)
 
 

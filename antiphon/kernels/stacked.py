@@ -87,6 +87,7 @@ class TritonExperts:
     def __init__(self, shape: ExpertShape, formats: ExpertFormats, device: torch.device, dtype: torch.dtype) -> None:
         self.shape = shape
         self.formats = formats
+        self.dtype = dtype
         num_experts, hidden, width = shape.num_experts, shape.hidden, shape.intermediate
         wide, narrow = (num_experts, 2, width, hidden), (num_experts, 1, hidden, width)
         self.gate_up = StackedWeight(wide, formats.gate_up, device, dtype, has_bias=shape.has_bias)
@@ -116,8 +117,8 @@ class TritonExperts:
         self.down.set(index, 0, down_HI, "down")
 
     def set_bias(self, index: int, gate_I: Tensor, up_I: Tensor, down_H: Tensor) -> None:
-        assert self.gate_up.bias is not None, "experts without room for biases"
-        assert self.down.bias is not None
+        if self.gate_up.bias is None or self.down.bias is None:
+            raise ValueError("these experts were made without room for biases")
         self.gate_up.bias[index, 0].copy_(gate_I)
         self.gate_up.bias[index, 1].copy_(up_I)
         self.down.bias[index, 0].copy_(down_H)

@@ -13,6 +13,7 @@ Rejected: all at once. It needs memory for both maps, and rows of the new one wa
 
 from dataclasses import replace
 
+from antiphon.base.errors import UserError
 from antiphon.specs.placement import ExpertPlacement, Owners
 
 Held = list[set[int]]  # by worker the experts of one layer
@@ -21,6 +22,7 @@ Held = list[set[int]]  # by worker the experts of one layer
 def next_placement(now: ExpertPlacement, target: ExpertPlacement, slots: int) -> ExpertPlacement | None:
     """The next map on the way to `target`, with the version after `now`'s; None if nothing is left to do, or nothing
     can be done because all slots are taken. `slots`: experts a worker may hold in a layer; one more is loaded."""
+    _check_alike(now, target)
     owners = {
         layer: _next_layer(of_layer, target.owners[layer], now.num_workers, slots)
         for layer, of_layer in now.owners.items()
@@ -32,11 +34,21 @@ def next_placement(now: ExpertPlacement, target: ExpertPlacement, slots: int) ->
 
 def num_moves(now: ExpertPlacement, target: ExpertPlacement) -> int:
     """Experts that have to be loaded somewhere, over all layers."""
+    _check_alike(now, target)
     return sum(
         len(set(wanted) - set(held))
         for layer, of_layer in now.owners.items()
         for held, wanted in zip(of_layer, target.owners[layer], strict=True)
     )
+
+
+def _check_alike(now: ExpertPlacement, target: ExpertPlacement) -> None:
+    """`UserError` for maps of different models or numbers of workers, between which there is no way."""
+    sizes = [
+        (each.num_workers, {layer: len(of_layer) for layer, of_layer in each.owners.items()}) for each in (now, target)
+    ]
+    if sizes[0] != sizes[1]:
+        raise UserError("two placements that differ in workers, layers or experts: make both for one model and server")
 
 
 def _next_layer(now: Owners, target: Owners, num_workers: int, slots: int) -> Owners:

@@ -42,7 +42,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from antiphon.base.errors import UserError
-from antiphon.placement.split import BoolArray, FloatArray, IntArray, split_loads
+from antiphon.placement.split import BoolArray, FloatArray, IntArray, check_speeds, split_loads
 from antiphon.specs.placement import Owners
 
 SPREAD = 0.15  # surcharge, in mean loads of a worker, for each expert that two workers share already
@@ -71,13 +71,24 @@ def place(
     gain besides, because chance alone makes as much. `UserError` if the experts do not fit."""
     costs = np.maximum(np.atleast_2d(np.asarray(loads, dtype=np.float64)), floor)
     num_experts = costs.shape[1]
+    if costs.ndim != 2 or not np.isfinite(costs).all() or not np.all(np.asarray(loads) >= 0) or not floor >= 0:
+        raise UserError(
+            f"loads {np.shape(loads)} must be [L, E] or [E], of finite numbers of at least 0, the floor too"
+        )
     check_fit(num_experts, num_workers, slots)
+    check_speeds(speeds, num_workers)
     speeds = np.ones(num_workers) if speeds is None else np.asarray(speeds, dtype=np.float64)
     slots = min(slots, num_experts)
-    if present is None:
+    if present is not None and np.shape(present)[-2:] != (num_experts, num_workers):
+        raise UserError(
+            f"present {np.shape(present)}: give [L, E, W] or [E, W] of {num_experts} experts on {num_workers}"
+        )
+    if not len(costs):
+        held = np.zeros((0, num_experts, num_workers), dtype=bool)
+    elif present is None:
         held = _new(costs, slots, speeds, None, move_cost)
     else:
-        held = np.broadcast_to(present, (len(costs), num_experts, num_workers)).copy()
+        held = np.broadcast_to(np.asarray(present, dtype=bool), (len(costs), num_experts, num_workers)).copy()
         even = costs.sum(axis=1) / speeds.sum()
         (open_,) = np.nonzero(_worst(costs, held, speeds) > even + move_cost + noise)  # elsewhere not one move pays
         if open_.size:
@@ -265,7 +276,9 @@ def _changes(parts: FloatArray, held: BoolArray, slots: int, speeds: FloatArray)
 
 
 def check_fit(num_experts: int, num_workers: int, slots: int) -> None:
-    """`UserError` unless `num_workers` with `slots` each can hold all experts."""
+    """`UserError` unless `num_workers` with `slots` each can hold all experts, of which there is at least one."""
+    if num_experts < 1:
+        raise UserError("0 experts: there must be at least 1")
     if num_workers < 1:
         raise UserError(f"{num_workers} workers: there must be at least 1")
     needed = -(-num_experts // num_workers)

@@ -129,7 +129,10 @@ class RoutingTrace:
         return np.frombuffer(rows.forecasts, dtype="<u2").reshape(shape)
 
     def popularity(self) -> tuple[float, ...]:
-        """Shares of the experts, the most popular first: the mean over layers, of which each has its own favourites."""
+        """Shares of the experts, the most popular first: the mean over layers, of which each has its own favourites.
+        `UserError` if there are no rows."""
+        if self.num_rows == 0:
+            raise UserError("the recording has no rows: record while requests are served")
         counts = self.counts_of_steps().sum(axis=0).astype(np.float64)
         falling = -np.sort(-counts / counts.sum(axis=1, keepdims=True), axis=1)
         shares = falling.mean(axis=0)
@@ -154,6 +157,8 @@ class RoutingTrace:
 def count_rows(ids_LTK: NDArray[np.integer], num_experts: int) -> CountArray:
     """[L, E]: how many (row, choice) pairs name each expert."""
     num_layers = ids_LTK.shape[0]
+    if ids_LTK.size and not 0 <= int(ids_LTK.min()) <= int(ids_LTK.max()) < num_experts:
+        raise UserError(f"ids {int(ids_LTK.min())} to {int(ids_LTK.max())}: experts are 0 to {num_experts - 1}")
     places = ids_LTK.reshape(num_layers, -1).astype(np.int64) + np.arange(num_layers)[:, None] * num_experts
     counts = np.bincount(places.ravel(), minlength=num_layers * num_experts)
     return counts.reshape(num_layers, num_experts)
@@ -177,8 +182,10 @@ class RoutingTraceWriter:
             raise UserError(f"{path}: cannot be written ({error.strerror}): choose another file") from error
 
     def append_step(self, step: int, worker: int, ids: bytes, forecasts: bytes = b"", prompts: bytes = b"") -> None:
-        """Add the rows of one worker and step; the rest as in `RoutedRows`."""
-        num_rows = len(ids) // (2 * self._header.num_layers * self._header.top_k)
+        """Add the rows of one worker and step; the rest as in `RoutedRows`. `UserError` for half a row."""
+        num_rows, rest = divmod(len(ids), 2 * self._header.num_layers * self._header.top_k)
+        if rest:
+            raise UserError(f"{len(ids)} bytes of ids: a row has {2 * self._header.num_layers * self._header.top_k}")
         self._write(
             RoutedRows(step=step, worker=worker, num_rows=num_rows, ids=ids, forecasts=forecasts, prompts=prompts)
         )
@@ -244,6 +251,12 @@ def _read_routing_trace(path: Path) -> RoutingTrace:
         raise UserError(f"{path}: not a routing trace: write one with antiphon serve --record-routing") from error
     if header.format != _FORMAT or min(header.num_layers, header.num_experts, header.top_k) < 1:
         raise UserError(f"{path}: its format is {header.format!r}, this program reads {_FORMAT!r}")
+    most = np.iinfo(np.uint16).max + 1
+    if not header.top_k <= header.num_experts <= most or len(set(header.layers)) < header.num_layers:
+        raise UserError(
+            f"{path}: {header.top_k} of {header.num_experts} experts in {header.num_layers} layers: a trace names each "
+            f"layer once, and up to {most:,} experts"
+        )
     trace = RoutingTrace(header, rows)
     for each in rows:
         if len(each.ids) != 2 * header.num_layers * each.num_rows * header.top_k or each.num_rows < 0:

@@ -58,6 +58,9 @@ class PathProfile:
     ) -> "PathProfile":
         """From the choices of rows that a model has routed, a row's best choice first. `UserError` for a length that
         cannot be, or no rows."""
+        if ids_LTK.ndim != 3 or 0 in (len(ids_LTK), ids_LTK.shape[2]) or num_experts < 1:
+            raise UserError(f"choices {ids_LTK.shape} of {num_experts} experts: give [L, T, K], and 1 expert at least")
+        count_rows(ids_LTK, num_experts)  # refuses ids of others
         most = int(_PATH_BITS / max(1.0, np.log2(num_experts)))
         if not 1 <= length <= most:
             raise UserError(f"a sample path of {length} layers: with {num_experts} experts it has 1 to {most}")

@@ -52,12 +52,14 @@ def split_rows(counts: IntArray, held: BoolArray, speeds: FloatArray | None = No
 
     `counts` [..., E] rows of each expert; `held` [..., E, W] who has a copy, or [E, W] for all steps; `speeds` [W] in
     rows/s, only their ratios count (None: equal); `knee` rows up to which an expert takes no longer than for one."""
-    if knee < 1:
-        raise UserError(f"a knee of {knee} rows: it must be at least 1")
+    if not knee >= 1 or knee != int(knee):
+        raise UserError(f"a knee of {knee} rows: it must be a whole number of at least 1")
+    if not np.array_equal(counts, np.floor(counts)):
+        raise UserError("counts of rows must be whole numbers")
     pouring = _Pouring(np.asarray(counts, dtype=np.float64), held, speeds, knee)
     pouring.pour_all()
     pouring.make_whole()
-    rows: IntArray = pouring.dense().reshape(*np.shape(counts), -1).astype(np.int64)
+    rows: IntArray = pouring.dense().reshape(*np.shape(counts), pouring.num_workers).astype(np.int64)
     return rows
 
 
@@ -65,7 +67,7 @@ def split_loads(loads: FloatArray, held: BoolArray, speeds: FloatArray | None = 
     """As `split_rows`, for loads that need not be whole and can be split at any size."""
     pouring = _Pouring(np.asarray(loads, dtype=np.float64), held, speeds, 0)
     pouring.pour_all()
-    return pouring.dense().reshape(*np.shape(loads), -1)
+    return pouring.dense().reshape(*np.shape(loads), pouring.num_workers)
 
 
 def balancedness(rows: FloatArray | IntArray, speeds: FloatArray | None = None) -> FloatArray:
@@ -80,19 +82,37 @@ def balancedness(rows: FloatArray | IntArray, speeds: FloatArray | None = None) 
     return result
 
 
+def check_speeds(speeds: FloatArray | None, num_workers: int) -> None:
+    """`UserError` unless each worker has a speed above 0; None: all are equal."""
+    if speeds is None:
+        return
+    values = np.asarray(speeds, dtype=np.float64)
+    if values.shape != (num_workers,) or not (np.isfinite(values) & (values > 0)).all():
+        raise UserError(f"speeds {values.tolist()} of {num_workers} workers: give each a finite number above 0")
+
+
 class _Pouring:
     """B splits at once. `owners` [B, E, K] ascending, W (no worker) where an expert has fewer; `parts` as `owners`;
     `loads` [B, W + 1]; `order` [B, R] the experts with copies, largest first, `pours` which of them are split."""
 
     def __init__(self, counts: FloatArray, held: BoolArray, speeds: FloatArray | None, knee: int) -> None:
-        num_experts, num_workers = held.shape[-2:]
+        held = np.asarray(held, dtype=bool)
+        num_experts, num_workers = held.shape[-2:] if held.ndim > 1 else (0, 0)
+        if counts.ndim < 1 or counts.shape[-1] != num_experts or not num_experts or not num_workers:
+            raise UserError(
+                f"loads {counts.shape} and copies {held.shape}: give [..., E] and [..., E, W], none of them 0"
+            )
+        if not (np.isfinite(counts) & (counts >= 0)).all():
+            raise UserError("loads must be finite numbers of at least 0")
+        check_speeds(speeds, num_workers)
         self.counts = counts.reshape(-1, num_experts)
         self.knee = knee
         self.num_workers = num_workers
         self.speeds = np.append(np.ones(num_workers) if speeds is None else speeds, 1.0)
         num_copies = held.sum(axis=-1)
-        assert (num_copies > 0).all(), "an expert without an owner"
-        width = int(num_copies.max())
+        if not (num_copies > 0).all():
+            raise UserError(f"expert {int(np.argwhere(num_copies == 0)[0][-1])} is held by no worker: give it one")
+        width = int(num_copies.max(initial=1))
         owners = np.argsort(~held, axis=-1, kind="stable")[..., :width]
         owners = np.where(np.arange(width) < num_copies[..., None], owners, num_workers)
         shape = (len(self.counts), num_experts, width)
@@ -101,7 +121,7 @@ class _Pouring:
         self.loads = np.zeros((shape[0], num_workers + 1))
         copied = np.broadcast_to(num_copies.reshape(-1, num_experts) > 1, shape[:2])
         order = np.argsort(np.where(copied, -self.counts, 1.0), axis=-1, kind="stable")
-        self.order = order[:, : int(copied.sum(axis=-1).max())]
+        self.order = order[:, : int(copied.sum(axis=-1).max(initial=0))]
         pours = copied & (self.counts >= max(2 * knee, np.finfo(float).tiny))
         self.pours = np.take_along_axis(pours, self.order, axis=-1)
         self.whole = np.take_along_axis(copied & ~pours, self.order, axis=-1)

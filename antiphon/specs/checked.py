@@ -302,12 +302,14 @@ def _readable(path: Path) -> Iterator[None]:
 
 def read_bytes(path: Path) -> bytes:
     """`UserError` for a file that cannot be read."""
+    path = Path(path)  # a text is taken, too
     with _readable(path):
         return path.read_bytes()
 
 
 def read_text(path: Path) -> str:
     """The same, and for one that is no text."""
+    path = Path(path)
     with _readable(path):
         return path.read_text(encoding="utf-8-sig")  # some editors put a mark of byte order in front
 

@@ -10,13 +10,14 @@ The file of a placement (`POST /placement`, `antiphon placement`) is JSON:
 """
 
 import json
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import UserError, shortened
 from antiphon.base.sharing import split_evenly
 from antiphon.specs.catalog import a_file_of
 from antiphon.specs.checked import read_bytes
@@ -40,6 +41,15 @@ class ExpertPlacement:
     knee: int = 1
 
     def __post_init__(self) -> None:
+        if self.num_workers < 1 or self.knee < 1:
+            raise UserError(
+                f"a placement on {self.num_workers} workers with a knee of {self.knee}: both are at least 1"
+            )
+        speeds_fit = len(self.speeds) in (0, self.num_workers) and all(0 < speed < math.inf for speed in self.speeds)
+        if not speeds_fit:
+            raise UserError(
+                f"speeds {_some(self.speeds)} of {self.num_workers} workers: give each a finite number above 0, or none"
+            )
         for layer, of_layer in self.owners.items():
             for expert, workers in enumerate(of_layer):
                 where = f"expert {expert} of layer {layer}"
@@ -120,11 +130,18 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     owners: dict[str, list[list[int]]]
 
 
+def _layer(name: str) -> int:
+    """The number that a layer is named by; `ValueError` for other ways to write it, of which two could collide."""
+    if not (name.isascii() and name.isdecimal()) or str(int(name)) != name:
+        raise ValueError(f"a layer is named {shortened(name)!r}, not by a number such as 0 or 12")
+    return int(name)
+
+
 def placement_from_json(text: bytes, where: str) -> ExpertPlacement:
     """The placement that a file or a request holds; `UserError` says where and why it is none."""
     try:
         file = msgspec.json.decode(text, type=_File)
-        owners = {int(layer): tuple(map(tuple, of_layer)) for layer, of_layer in file.owners.items()}
+        owners = {_layer(name): tuple(map(tuple, of_layer)) for name, of_layer in file.owners.items()}
     except (msgspec.DecodeError, ValueError) as error:
         raise UserError(
             f'{where} is no placement: {error}: write {{"num_workers": N, "owners": {{"layer": [[worker, ...], ...]}}}}'
@@ -144,6 +161,6 @@ def placement_to_json(placement: ExpertPlacement) -> str:
     return json.dumps({"num_workers": placement.num_workers, "owners": owners})
 
 
-def _some(workers: Sequence[int]) -> str:
+def _some(workers: Sequence[float]) -> str:
     """A list for an error's line: a client's may have millions."""
     return f"[{', '.join(map(str, workers[:8]))}{', ...' if len(workers) > 8 else ''}]"

@@ -80,6 +80,7 @@ class PackedExperts {
     void grouped_ffn(uintptr_t x, int64_t num_rows, int64_t x_stride, uintptr_t ids, uintptr_t weights, int64_t top_k,
                      uintptr_t out) const {
         const nb::gil_scoped_release released;
+        if (!kernels::is_noting()) check_ids(pointer<const int32_t>(ids), num_rows, top_k);
         const kernels::GroupedFfnCall call{weights_,
                                            rows(x, num_rows, x_stride),
                                            pointer<const int32_t>(ids),
@@ -90,6 +91,14 @@ class PackedExperts {
     }
 
   private:
+    void check_ids(const int32_t* ids, int64_t num_rows, int64_t top_k) const {
+        for (int64_t i = 0; i < num_rows * top_k; ++i) {
+            if (ids[i] >= -1 && ids[i] < weights_.num_experts) continue;
+            throw std::invalid_argument("row " + std::to_string(i / top_k) + " chose expert " + std::to_string(ids[i]) +
+                                        " of " + std::to_string(weights_.num_experts) + "; -1 is one that is not here");
+        }
+    }
+
     kernels::ExpertWeights weights_;
     HugeBuffer buffer_;
     std::vector<float> bias_;

@@ -5,6 +5,7 @@
 
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -16,10 +17,20 @@ namespace {
 
 using kernels::BatchView;
 
+[[noreturn]] void refuse(const std::string& what, int64_t value, int64_t limit) {
+    throw std::invalid_argument(what + " " + std::to_string(value) + " is outside 0.." + std::to_string(limit - 1));
+}
+
+void check_below(const std::string& what, int64_t value, int64_t limit) {
+    if (value < 0 || value >= limit) refuse(what, value, limit);
+}
+
 // Addresses of an AttentionBatch's int32 arrays. The arrays must outlive it.
 struct BatchAddresses {
     BatchView view;
     int64_t num_rows;
+    // The largest values that `look` saw.
+    int32_t position = 0, slot = 0, block = 0;
 
     BatchAddresses(uintptr_t positions, uintptr_t slots, uintptr_t query_starts, uintptr_t context_lens,
                    uintptr_t block_tables, int64_t table_stride, int64_t num_sequences, int64_t rows)
@@ -28,18 +39,56 @@ struct BatchAddresses {
                pointer<const int32_t>(block_tables), table_stride,
                num_sequences},
           num_rows(rows) {}
+
+    // Looks at the values once, for all layers.
+    void look(int64_t block_size) {
+        position = largest("position", view.positions, num_rows);
+        slot = largest("slot", view.slots, num_rows);
+        if (view.query_starts[0] != 0 || view.query_starts[view.num_sequences] != num_rows) {
+            throw std::invalid_argument("query_starts begin with " + std::to_string(view.query_starts[0]) +
+                                        " and end with " + std::to_string(view.query_starts[view.num_sequences]) +
+                                        ": they go from 0 to the " + std::to_string(num_rows) + " rows");
+        }
+        for (int64_t i = 0; i < view.num_sequences; ++i) {
+            const int32_t rows = view.query_starts[i + 1] - view.query_starts[i];
+            const int32_t length = view.context_lens[i];
+            if (rows < 0 || length < rows) {
+                throw std::invalid_argument("sequence " + std::to_string(i) + " has " + std::to_string(rows) +
+                                            " rows and sees " + std::to_string(length) + " keys: its rows are among them");
+            }
+            if (length > view.table_stride * block_size) {
+                throw std::invalid_argument("a context of " + std::to_string(length) + " tokens: the table has " +
+                                            std::to_string(view.table_stride) + " blocks of " +
+                                            std::to_string(block_size) + " for a sequence");
+            }
+            block = std::max(block, largest("block", view.block_tables + i * view.table_stride,
+                                            (length + block_size - 1) / block_size));
+        }
+    }
+
+  private:
+    static int32_t largest(const std::string& what, const int32_t* values, int64_t count) {
+        int32_t most = 0;
+        for (int64_t i = 0; i < count; ++i) {
+            if (values[i] < 0) throw std::invalid_argument(what + " " + std::to_string(values[i]) + " is below 0");
+            most = std::max(most, values[i]);
+        }
+        return most;
+    }
 };
 
 // How queries and keys are prepared; the same for every layer but the two norm weights.
 struct RotaryAddresses {
     const float* cos;
     const float* sin;
+    int64_t num_positions;
     int64_t half;
     bool interleaved;
 
-    RotaryAddresses(uintptr_t cos_address, uintptr_t sin_address, int64_t half_width, bool is_interleaved)
-        : cos(pointer<const float>(cos_address)), sin(pointer<const float>(sin_address)), half(half_width),
-          interleaved(is_interleaved) {}
+    RotaryAddresses(uintptr_t cos_address, uintptr_t sin_address, int64_t positions, int64_t half_width,
+                    bool is_interleaved)
+        : cos(pointer<const float>(cos_address)), sin(pointer<const float>(sin_address)), num_positions(positions),
+          half(half_width), interleaved(is_interleaved) {}
 };
 
 class KVCache {
@@ -58,6 +107,13 @@ class KVCache {
     void rotate_and_store(int64_t layer, const BatchAddresses& batch, const RotaryAddresses& rotary, uintptr_t qkv,
                           int64_t num_heads, uintptr_t q_norm, uintptr_t k_norm, float eps, uintptr_t q) {
         const nb::gil_scoped_release released;
+        check_below("layer", layer, layout_.num_layers);
+        check_below("slot", batch.slot, layout_.num_blocks * layout_.block_size);
+        if (rotary.half > 0) check_below("position", batch.position, rotary.num_positions);
+        if (2 * rotary.half > layout_.key_dim) {
+            throw std::invalid_argument("a rotary table that turns " + std::to_string(2 * rotary.half) +
+                                        " dims: keys have " + std::to_string(layout_.key_dim));
+        }
         const int64_t width = (num_heads + layout_.num_kv_heads) * layout_.key_dim +
                               layout_.num_kv_heads * layout_.value_dim;
         const kernels::RotateCall call{
@@ -81,6 +137,8 @@ class KVCache {
     void paged_attention(int64_t layer, const BatchAddresses& batch, uintptr_t q, int64_t num_heads, float scale,
                          int64_t sliding_window, uintptr_t sinks, uintptr_t out) const {
         const nb::gil_scoped_release released;
+        check_below("layer", layer, layout_.num_layers);
+        check_below("block", batch.block, layout_.num_blocks);
         const kernels::AttentionCall call{
             .cache = layout_,
             .layer = layer,
@@ -134,10 +192,11 @@ void bind_kv_cache(nb::module_& module) {
         .def(nb::init<uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, int64_t>(),
              nb::arg("positions_address"), nb::arg("slots_address"), nb::arg("query_starts_address"),
              nb::arg("context_lens_address"), nb::arg("block_tables_address"), nb::arg("table_stride"),
-             nb::arg("num_sequences"), nb::arg("num_rows"));
+             nb::arg("num_sequences"), nb::arg("num_rows"))
+        .def("look", &BatchAddresses::look, nb::arg("block_size"));
     nb::class_<RotaryAddresses>(module, "RotaryAddresses")
-        .def(nb::init<uintptr_t, uintptr_t, int64_t, bool>(), nb::arg("cos_address"), nb::arg("sin_address"),
-             nb::arg("half"), nb::arg("interleaved"));
+        .def(nb::init<uintptr_t, uintptr_t, int64_t, int64_t, bool>(), nb::arg("cos_address"), nb::arg("sin_address"),
+             nb::arg("num_positions"), nb::arg("half"), nb::arg("interleaved"));
     nb::class_<KVCache>(module, "KVCache")
         .def(nb::init<bool, const std::string&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>(),
              nb::arg("is_bf16"), nb::arg("storage"), nb::arg("num_layers"), nb::arg("num_blocks"),

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,11 +20,14 @@
 
 namespace antiphon::bind {
 
+// `what`: what lasts so long, for the error.
+inline int64_t nanoseconds(const char* what, double seconds) {
+    if (seconds >= 0 && seconds <= 1e9) return static_cast<int64_t>(std::llround(seconds * 1e9));
+    m2n::throw_invalid(what, " of ", seconds, " s: it must be 0 to 1e9");
+}
+
 inline m2n::Deadline deadline_after(double timeout_s) {
-    if (!(timeout_s >= 0) || timeout_s > 1e9) {
-        m2n::throw_invalid("a timeout of ", timeout_s, " s: it must be 0 to 1e9");
-    }
-    return m2n::Deadline::after_ns(static_cast<int64_t>(std::llround(timeout_s * 1e9)));
+    return m2n::Deadline::after_ns(nanoseconds("a timeout", timeout_s));
 }
 
 // Runs `wait` without the GIL; a timeout's message gets the number of seconds.
@@ -42,9 +46,14 @@ auto within(double timeout_s, Wait&& wait) {
 class Buffer {
   public:
     Buffer(nanobind::handle object, bool writable = false) {
-        if (PyObject_GetBuffer(object.ptr(), &view_, writable ? PyBUF_CONTIG : PyBUF_CONTIG_RO) != 0) {
-            throw nanobind::python_error();
+        const int layout = writable ? PyBUF_CONTIG : PyBUF_CONTIG_RO;
+        if (PyObject_GetBuffer(object.ptr(), &view_, layout | PyBUF_FORMAT) != 0) {
+            PyErr_Clear();  // not every type has a format
+            if (PyObject_GetBuffer(object.ptr(), &view_, layout) != 0) throw nanobind::python_error();
         }
+        if (view_.format == nullptr || std::strchr(view_.format, 'O') == nullptr) return;
+        PyBuffer_Release(&view_);
+        throw nanobind::type_error("an array of Python objects holds addresses: give one of numbers or bytes");
     }
     ~Buffer() { PyBuffer_Release(&view_); }
     Buffer(const Buffer&) = delete;
@@ -110,8 +119,8 @@ inline m2n::RowType row_type_of(const std::string& name) {
 class ExpectedSources {
   public:
     ExpectedSources(nanobind::handle expect, uint32_t num_sources) {
-        if (nanobind::isinstance<nanobind::int_>(expect)) {
-            const auto count = nanobind::cast<int64_t>(expect);
+        if (PyIndex_Check(expect.ptr()) && !PySequence_Check(expect.ptr())) {  // numpy's integers, too
+            const int64_t count = index_of(expect);
             if (count < 0 || count > num_sources) {
                 refuse_sources(std::to_string(count) + " sources are expected", num_sources);
             }
@@ -119,7 +128,7 @@ class ExpectedSources {
             return;
         }
         for (nanobind::handle item : nanobind::iter(expect)) {
-            sources_.push_back(source_of(nanobind::cast<int64_t>(item), num_sources));
+            sources_.push_back(source_of(index_of(item), num_sources));
         }
         // A source named twice would be waited for twice, and sends once.
         std::ranges::sort(sources_);
@@ -128,6 +137,12 @@ class ExpectedSources {
     m2n::Expected get() const { return {count_, sources_}; }
 
   private:
+    static int64_t index_of(nanobind::handle number) {
+        const Py_ssize_t value = PyNumber_AsSsize_t(number.ptr(), PyExc_OverflowError);
+        if (value == -1 && PyErr_Occurred() != nullptr) throw nanobind::python_error();
+        return value;
+    }
+
     uint32_t count_ = 0;
     std::vector<m2n::SourceId> sources_;
 };

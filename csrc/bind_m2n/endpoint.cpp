@@ -49,10 +49,10 @@ void construct(Endpoint* self, const std::string& name, const std::string& trans
     all.waiting = waiting;
     all.local_processes = local_processes;
     all.cores = allowed_cores();
-    all.spin_ns = static_cast<int64_t>(spin_s * 1e9);
+    all.spin_ns = nanoseconds("spin_s", spin_s);
     all.between_sleeps = &look_for_signals;
-    all.heartbeat_ns = static_cast<int64_t>(heartbeat_s * 1e9);
-    all.dead_after_ns = static_cast<int64_t>(dead_after_s * 1e9);
+    all.heartbeat_ns = nanoseconds("heartbeat_s", heartbeat_s);
+    all.dead_after_ns = nanoseconds("dead_after_s", dead_after_s);
     if (options) all.transport_options = *options;
     new (self) Endpoint(std::move(all));
 }

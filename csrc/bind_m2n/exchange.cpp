@@ -168,7 +168,7 @@ void bind_experts(nb::module_& module) {
              },
              nb::arg("batch"), nb::arg("partials"), nb::arg("start_ns"), nb::arg("end_ns"), nb::arg("timeout_s"))
         .def("overdue",
-             [](ExpertSide& side, double age_s) { return side.overdue(static_cast<int64_t>(age_s * 1e9)); },
+             [](ExpertSide& side, double age_s) { return side.overdue(nanoseconds("an age", age_s)); },
              nb::arg("age_s"))
         .def_prop_ro("bytes_sent", &ExpertSide::bytes_sent);
 }

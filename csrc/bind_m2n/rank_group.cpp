@@ -40,7 +40,7 @@ nb::bytes broadcast(RankGroup& group, nb::handle payload, uint32_t root, double 
         const Buffer buffer(payload);
         bytes.assign(buffer.data(), buffer.data() + buffer.size());
     }
-    const auto rest_ns = static_cast<int64_t>(rest_s * 1e9);
+    const auto rest_ns = nanoseconds("a timeout", rest_s);
     within(timeout_s, [&](m2n::Deadline deadline) { group.broadcast(bytes, root, deadline, rest_ns); });
     return bytes_object(bytes);
 }

@@ -61,7 +61,7 @@ void bind_core(nb::module_& module) {
         .def("__init__",
              [](Core* self, m2n::Endpoint& endpoint, std::shared_ptr<StreamDevice> device, double stream_timeout_s) {
                  new (self) Core(endpoint.name(), std::move(device), [&endpoint] { endpoint.interrupt(); },
-                                 static_cast<int64_t>(stream_timeout_s * 1e9));
+                                 nanoseconds("a timeout", stream_timeout_s));
              },
              nb::arg("endpoint"), nb::arg("device"), nb::arg("stream_timeout_s"), nb::keep_alive<1, 2>())
         .def("wait_idle", &wait_idle, nb::arg("timeout_s"))
@@ -148,7 +148,7 @@ void bind_expert_stream(nb::module_& module) {
              nb::arg("stream"), nb::arg("batch"), nb::arg("partials"), nb::arg("start_ns"), nb::arg("end_ns"),
              nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>())
         .def("overdue",
-             [](ExpertEnd& self, double age_s) { return self.overdue(static_cast<int64_t>(age_s * 1e9)); },
+             [](ExpertEnd& self, double age_s) { return self.overdue(nanoseconds("an age", age_s)); },
              nb::arg("age_s"), nb::call_guard<nb::gil_scoped_release>())
         .def("forget", &ExpertEnd::forget);
 }

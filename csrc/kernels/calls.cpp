@@ -92,6 +92,8 @@ void CallList::run(int64_t num_rows, int64_t* times_ns) {
     }
 }
 
+bool is_noting() { return noting != nullptr; }
+
 void perform(ElementType type, decltype(KernelCall::call) call) {
     if (noting != nullptr) {
         noting->calls_.push_back({type, std::move(call)});

@@ -43,6 +43,9 @@ class CallList {
     std::vector<KernelCall> calls_;
 };
 
+// Whether this thread notes calls: buffers have no values yet.
+bool is_noting();
+
 // Makes a call, or notes it where this thread notes calls.
 void perform(ElementType type, decltype(KernelCall::call) call);
 

@@ -107,6 +107,7 @@ std::shared_ptr<Inbox> Endpoint::make_inbox(uint32_t sources, uint32_t slots, ui
 Ticket Endpoint::ticket(const Inbox& inbox) const {
     if (control_ == nullptr) throw_invalid(options_.name, " is closed: it has no tickets to give");
     const InboxSpec& spec = inbox.spec();
+    if (!inboxes_.contains(spec.id)) throw_invalid("an inbox of another endpoint than ", options_.name);
     Ticket ticket;
     ticket.transport = options_.transport;
     ticket.name = options_.name;

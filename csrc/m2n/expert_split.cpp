@@ -21,6 +21,7 @@ constexpr double never = std::numeric_limits<double>::infinity();
 ExpertSplit::ExpertSplit(uint32_t num_workers, const std::vector<std::vector<int32_t>>& owners,
                          std::vector<double> speeds, uint32_t knee)
     : num_workers_(num_workers), knee_(knee), speeds_(std::move(speeds)), loads_(num_workers) {
+    if (num_workers == 0) throw_invalid("experts on 0 workers: there must be at least 1");
     if (speeds_.empty()) speeds_.assign(num_workers, 1.0);
     if (speeds_.size() != num_workers) {
         throw_invalid(speeds_.size(), " speeds for ", num_workers, " workers");

@@ -195,6 +195,27 @@ def test_a_slot_can_be_full_but_not_more(backend: Backend) -> None:
         run_step(made, 2, {(0, 0): 8}, num_layers=1)
 
 
+def test_rows_choices_and_sums_of_other_sizes_are_refused(backend: Backend) -> None:
+    with exchange(contiguous_placement(4, 1, LAYERS), backend=backend) as made:
+        end, data = made.attention[0], random_traffic(3, 6, 4, 2, 0)
+        right = (data.rows_TH, data.ids_TK, data.weights_TK)
+        end.begin_step(0, [[0]])
+        for place in range(3):
+            for wrong in (right[place][:2], right[place][:, :1]):
+                with pytest.raises(UserError, match="this exchange takes"):
+                    end.dispatch(0, 0, *right[:place], wrong, *right[place + 1 :])
+        end.dispatch(0, 0, *right)
+        expert = made.experts[0]
+        batch = expert.receive(TIMEOUT_S, TIMEOUT_S)
+        assert batch is not None
+        with pytest.raises(UserError, match=r"sums \(1, 6\) in reply to a batch of \(3, 6\)"):
+            expert.reply(batch, torch.zeros(1, 6), (0, 0))
+        expert.reply(batch, torch.zeros(3, 6), (0, 0))
+        with pytest.raises(UserError, match="no batch waits for a reply"):
+            expert.reply(batch, torch.zeros(3, 6), (0, 0))
+        assert torch.equal(end.combine(0, 0, TIMEOUT_S), torch.zeros(3, 6))
+
+
 def test_an_expert_that_is_none_is_refused_before_anything_is_sent() -> None:
     with exchange(contiguous_placement(4, 2, LAYERS)) as made:
         data = random_traffic(3, 6, 4, 2, 0)

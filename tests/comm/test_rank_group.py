@@ -2,8 +2,9 @@
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -234,3 +235,31 @@ def test_ranks_of_several_do_nothing_as_a_group_of_one_does() -> None:
     """A call that is not there would be that of `RankGroup`, where nothing travels."""
     calls = {name for name in vars(RankGroup) if not name.startswith("_")} - {"rank", "size"}
     assert calls <= set(vars(NativeRankGroup))
+
+
+def test_what_a_collective_cannot_take_is_refused_before_anything_is_sent(group: Ranks) -> None:
+    if len(group.groups) == 1:
+        pytest.skip("one rank has all rows")
+
+    def refused(ranks: NativeRankGroup) -> None:
+        two, counts = torch.ones(2, 2), [1] * ranks.size
+        calls: list[Callable[[], object]] = [
+            lambda: ranks.all_reduce(torch.ones(4, device="meta")),
+            lambda: ranks.all_reduce(torch.ones(4, 4).T[1:]),
+            lambda: ranks.all_gather(two, counts),
+            lambda: ranks.all_gather(two, [2]),
+            lambda: ranks.all_gather(torch.tensor(1.0), counts),
+            lambda: ranks.reduce_scatter(two, [500] * ranks.size),
+            lambda: ranks.all_to_all(two, [-1] * ranks.size, counts),
+            lambda: ranks.broadcast_bytes(b"" if ranks.rank else None),
+            lambda: ranks.begin_sum(two),
+        ]
+        for call in calls:
+            with pytest.raises(ValueError, match=r"on meta|strides|rows|payload|one block"):
+                call()
+        numbers = np.full(ranks.size, 1, dtype=np.int8)  # a number of bytes that 8 bits do not hold
+        assert ranks.all_gather(torch.ones(1, 200), numbers).shape == (ranks.size, 200)
+        with torch.device("meta"):
+            assert ranks.all_gather(two[:1], (count for count in counts)).is_cpu
+
+    group.each(refused)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from antiphon.base.errors import ResourceError
-from antiphon.kernels.api import KVCacheSpec
+from antiphon.kernels.api import AttentionBatch, HeadRows, KVCacheSpec, RotaryTable
 from antiphon.kernels.cpu import CpuBackend
 from tests.kernels.attention_harness import Heads, Sequences
 
@@ -113,3 +113,43 @@ def test_impossible_caches_are_refused() -> None:
         backend.new_kv_cache(Heads(block_size=20).cache_spec(4))
     with pytest.raises(ResourceError, match="lower the number of blocks"):
         backend.new_kv_cache(Heads().cache_spec(1 << 40))
+    with pytest.raises(ResourceError, match="lower the number of blocks"):
+        backend.new_kv_cache(Heads(key_dim=1 << 30).cache_spec(1 << 40))  # its bytes pass 64 bits
+    with pytest.raises(ValueError, match="no size may be below 0"):
+        Heads().cache_spec(-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("positions_T", [99], r"position 99 is outside 0\.\.31"),
+        ("positions_T", [-1], "position -1 is below 0"),
+        ("slots_T", [64], r"slot 64 is outside 0\.\.63"),
+        ("query_starts", [0, 9], r"begin with 0 and end with 9: they go from 0 to the 1 rows"),
+        ("query_starts", [0], r"here \(2,\), got torch.int32 \(1,\)"),
+        ("context_lens_S", [33], "a context of 33 tokens: the table has 2 blocks of 16"),
+        ("context_lens_S", [0], "sequence 0 has 1 rows and sees 0 keys"),
+        ("block_tables_SB", [[4, 0]], r"block 4 is outside 0\.\.3"),
+        ("layer", 2, r"layer 2 is outside 0\.\.1"),
+        ("num_heads", 3, "do not fit the cache"),
+        ("num_heads", 0, "do not fit the cache"),
+    ],
+)
+def test_places_outside_of_the_cache_are_refused(name: str, value: object, message: str) -> None:
+    backend, heads = CpuBackend(torch.float32), Heads()
+    cache, at = backend.new_kv_cache(heads.cache_spec(4)), {"layer": 0, "num_heads": 4}
+    arrays: dict[str, object] = {"positions_T": [0], "slots_T": [0], "query_starts": [0, 1], "context_lens_S": [1]}
+    arrays["block_tables_SB"] = [[0, 1]]
+    (at if name in at else arrays)[name] = value  # type: ignore[index]
+    tensors = {key: torch.tensor(each, dtype=torch.int32) for key, each in arrays.items()}
+    batch = AttentionBatch(**tensors, query_lens=(1,), context_lens=(1,))
+    rotary = RotaryTable(cos=torch.ones(32, 32), sin=torch.zeros(32, 32), interleaved=False)
+    rows = torch.randn(1, (at["num_heads"] + 4) * 64)
+
+    def attend() -> None:
+        heads_of_rows = HeadRows(num_heads=at["num_heads"], rotary=rotary)
+        q = backend.rotate_and_store(rows, cache, at["layer"], batch, heads_of_rows)
+        backend.paged_attention(q, cache, at["layer"], batch, scale=1.0, sliding_window=None)
+
+    with pytest.raises(ValueError, match=message):
+        attend()

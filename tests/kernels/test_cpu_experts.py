@@ -161,3 +161,19 @@ def test_errors_name_what_was_given() -> None:
         biased.set_bias(0, torch.zeros(16), torch.zeros(16), torch.zeros(16))
     with pytest.raises(ValueError, match=r"expert index -1 is outside 0\.\.1"):
         biased.set_bias(-1, torch.zeros(16), torch.zeros(16), torch.zeros(32))
+
+
+@pytest.mark.parametrize("expert", [2, -2, 1 << 32, 0.5])
+def test_ids_of_no_expert_are_refused(expert: float) -> None:
+    backend = CpuBackend(torch.float32)
+    experts = backend.new_experts(ExpertShape(2, 32, 16, "silu"))
+    with pytest.raises(ValueError, match=r"chose expert -?2 of 2|are no numbers of experts"):
+        backend.grouped_ffn(torch.ones(1, 32), torch.tensor([[expert]]), torch.ones(1, 1), experts)
+
+
+def test_sizes_beyond_all_memory_are_refused() -> None:
+    backend = CpuBackend(torch.float32)
+    with pytest.raises(MemoryError):
+        backend.new_experts(ExpertShape(1 << 40, 1 << 20, 1 << 20, "silu"))
+    with pytest.raises(ValueError, match="no size may be below 0"):
+        ExpertShape(-1, 32, 16, "silu")

@@ -1,5 +1,7 @@
 """Routers against the reference back-end's choice on the same logits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -88,3 +90,21 @@ def test_bits_do_not_depend_on_neighbours(isa: str) -> None:
         alone_ids, alone_weights = backend.gate(x[row : row + 1], packed, None, router)
         assert torch.equal(alone_ids[0], ids[row])
         assert torch.equal(alone_weights[0], weights[row])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"top_k": 9}, {"top_k": 0}, {"num_groups": 3}, {"num_groups": 0}, {"num_groups": 2, "top_k_groups": 3}]
+)
+def test_routers_that_cannot_be_are_refused(changes: dict[str, int]) -> None:
+    backend, x = CpuBackend(torch.float32), torch.randn(2, 4)
+    weight = backend.pack_linear(torch.randn(8, 4))
+    with pytest.raises(ValueError, match="it chooses 1 to all experts"):
+        backend.gate(x, weight, None, replace(RouterSpec(num_experts=8, top_k=2), **changes))
+
+
+def test_a_gate_has_an_output_and_a_bias_for_each_expert() -> None:
+    backend, x, router = CpuBackend(torch.float32), torch.randn(2, 4), RouterSpec(num_experts=8, top_k=2)
+    with pytest.raises(ValueError, match="a gate of 6 outputs for a router of 8 experts"):
+        backend.gate(x, backend.pack_linear(torch.randn(6, 4)), None, router)
+    with pytest.raises(ValueError, match=r"a bias \(3,\) for 8 experts"):
+        backend.gate(x, backend.pack_linear(torch.randn(8, 4)), torch.zeros(3), router)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from antiphon.kernels.cpu import CpuBackend
+from antiphon.kernels.reference import ReferenceBackend
 
 DTYPES = [torch.bfloat16, torch.float32]
 SIZES = [  # rows, outputs, inner
@@ -118,3 +119,38 @@ def test_rows_are_taken_out_as_they_were_packed(num_threads: int, dtype: torch.d
         assert torch.equal(backend.weight_rows(packed, wanted), weight[wanted])
     with pytest.raises(IndexError, match=f"of a weight of {outputs} rows"):
         backend.weight_rows(packed, torch.tensor([0, outputs]))
+
+
+def test_tensors_elsewhere_and_gradients_are_refused() -> None:
+    backend, x = CpuBackend(torch.float32), torch.randn(2, 4)
+    packed = backend.pack_linear(torch.randn(8, 4).requires_grad_())
+    with pytest.raises(ValueError, match="a tensor on meta: native code reads host memory"):
+        backend.linear(x.to("meta"), packed)
+    with pytest.raises(ValueError, match=r"requires a gradient, .* use torch.no_grad\(\)"):
+        backend.linear(x.clone().requires_grad_(), packed)
+    with torch.no_grad():
+        assert torch.equal(backend.linear(x.clone().requires_grad_(), packed), backend.linear(x, packed))
+
+
+def test_results_are_on_the_host_whatever_the_default_device() -> None:
+    backend, x = CpuBackend(torch.float32), torch.randn(2, 4)
+    packed, expected = backend.pack_linear(torch.eye(4)), x.clone()
+    with torch.device("meta"):
+        found = backend.linear(x, packed)
+        rows = backend.weight_rows(packed, x.new_zeros(1, dtype=torch.int64))
+    assert torch.equal(found, expected)
+    assert rows.tolist() == [[1.0, 0.0, 0.0, 0.0]]
+
+
+def test_weights_of_other_back_ends_and_no_matrices_are_refused() -> None:
+    backend, x = CpuBackend(torch.float32), torch.randn(2, 4)
+    for other in (CpuBackend(torch.bfloat16), ReferenceBackend("cpu", torch.float32)):
+        with pytest.raises(ValueError, match=r"takes its own CpuLinear of torch\.float32"):
+            backend.linear(x, other.pack_linear(torch.randn(8, 4)))
+    for weight in (torch.zeros(4), torch.zeros(4, 4, dtype=torch.complex64), torch.eye(4).to_sparse()):
+        with pytest.raises(ValueError, match=r"expected \[out, in\]|give dense floats"):
+            backend.pack_linear(weight)
+    packed = backend.pack_linear(torch.randn(8, 4))
+    for ids in (torch.tensor([1], dtype=torch.int32), torch.tensor([[1, 2]])):
+        with pytest.raises(ValueError, match=r"give int64 \[T\]"):
+            backend.weight_rows(packed, ids)

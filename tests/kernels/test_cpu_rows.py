@@ -176,3 +176,20 @@ def test_choices_must_be_as_many_as_rows() -> None:
     packed = RowDraw(SamplingParams(), 0.5).packed()
     with pytest.raises(ValueError, match="3 rows and 144 bytes of choices: a row has 72"):
         CpuBackend(torch.float32).choose_rows(torch.zeros(3, 5), 2 * packed)
+
+
+def test_norm_weights_may_lie_apart() -> None:
+    backend, x, apart = CpuBackend(torch.float32), torch.randn(3, 40), torch.randn(80)[::2]
+    expected, inside = backend.rms_norm(x, apart.clone(), 1e-6), x.clone()
+    assert torch.equal(backend.rms_norm(x, apart, 1e-6), expected)
+    backend.rms_norm_(inside, apart, 1e-6)
+    assert torch.equal(inside, expected)
+    assert torch.equal(backend.add_rms_norm(x, torch.zeros_like(x), apart, 1e-6)[1], expected)
+
+
+def test_rows_that_overlap_and_logits_of_no_column_are_refused() -> None:
+    backend = CpuBackend(torch.float32)
+    with pytest.raises(ValueError, match=r"rows of strides \(0, 1\)"):
+        backend.rms_norm_(torch.randn(1, 4).expand(2, 4), torch.ones(4), 1e-6)
+    with pytest.raises(ValueError, match=r"one at least, got torch.float32 \(3, 0\)"):
+        backend.argmax_rows(torch.zeros(3, 0))

@@ -359,5 +359,33 @@ def test_attention_of_tensors_whose_last_axis_is_not_adjacent(isa: str) -> None:
 
 
 def test_a_target_beyond_the_logits_is_refused() -> None:
-    with pytest.raises(AssertionError, match="beyond the logits"):
+    with pytest.raises(ValueError, match="beyond the logits: 5 of 5"):
         native_rows.loss_and_gradient(torch.zeros(1, 5), None, torch.tensor([5]), 1.0)
+
+
+def test_tensors_that_do_not_belong_together_are_refused() -> None:
+    x, heads, cos, q = torch.randn(6, 8), torch.randn(6, 2, 8), torch.ones(6, 4), torch.randn(2, 5, 4, 8)
+    k, first = torch.randn(2, 5, 2, 8), torch.full((2, 5), 5)
+    calls: list[Callable[[], object]] = [
+        lambda: attention.rms_norm(x, torch.ones(4), 1e-6),
+        lambda: attention.rms_norm(x, torch.ones(16), 1e-6),
+        lambda: attention.rotate(heads, torch.ones(6, 16), torch.ones(6, 16), False),
+        lambda: attention.heads_of(
+            torch.randn(2, 3, 32), (16, 8), None, 1e-6, (cos[None, :2], cos[None, :2]), False, 8
+        ),
+        lambda: native_rows.causal_attention(q, k[:, :2], k[:, :2], None, 1.0),
+        lambda: native_rows.causal_attention(q, k, k[:, :, :1], None, 1.0),
+        lambda: native_rows.causal_attention(q, k[..., :4], k, None, 1.0),
+        lambda: native_rows.causal_attention(q, k, k, first, 1.0),
+        lambda: native_rows.activate(torch.randn(3, 7), ExpertShape(1, 1, 3, "silu")),
+        lambda: native_rows.sum_rows(x, torch.tensor([[6]]), None),
+        lambda: native_rows.sum_rows(x, torch.tensor([[0, 1]]), torch.ones(1, 1)),
+        lambda: native_rows.matrix_product(x, x),
+        lambda: feed_forward.grouped_product(x, torch.randn(2, 4, 8), (7, -1)),
+        lambda: native_rows.loss_and_gradient(x, torch.ones(3), torch.zeros(6), 1.0),
+        lambda: route.row_map(torch.tensor([[3]]), 3),
+        lambda: attention.rms_norm(x, torch.ones(8, device="meta"), 1e-6),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"belong together|places|first keys|rows are counted|of 3|on meta"):
+            call()

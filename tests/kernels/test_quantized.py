@@ -115,3 +115,21 @@ def test_errors_name_what_was_given(form: WeightFormat) -> None:
         experts.set_expert(0, weight, weight, quantize(torch.zeros(96, 8), form))
     with pytest.raises(ValueError, match="fp8 codes take no zeros"):
         WeightFormat(codes="fp8", columns_per_scale=None, offset="zeros")
+
+
+def test_orders_and_weights_that_cannot_be_are_refused() -> None:
+    form = WeightFormat(codes="int8", columns_per_scale=8)
+    parts = {
+        "format": form,
+        "num_columns": 16,
+        "codes": torch.ones(4, 16, dtype=torch.int8),
+        "scales": torch.ones(4, 2),
+    }
+    for order in (torch.arange(16) + 1, torch.zeros(16, dtype=torch.int64), torch.arange(16, dtype=torch.int32)):
+        with pytest.raises(ValueError, match="an order"):
+            QuantizedWeight(**parts, order=order)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="quantize takes finite numbers"):
+        quantize(torch.tensor([[1.0, float("nan")]]), form)
+    with pytest.raises(ValueError, match="a whole number of at least 1"):
+        WeightFormat(codes="int8", columns_per_scale=8.0)  # type: ignore[arg-type]
+    assert quantize(torch.zeros(0, 8), form).shape == (0, 8)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from antiphon.base.errors import UserError
 from antiphon.placement.moves import next_placement, num_moves
 from antiphon.specs.placement import ExpertPlacement, Owners
 
@@ -64,3 +65,17 @@ def test_workers_whose_slots_are_all_taken_exchange_experts(num_workers: int) ->
 def test_what_is_in_place_stays() -> None:
     placement = ExpertPlacement(2, {0: ((0, 1), (1,))})
     assert next_placement(placement, placement, 2) is None
+
+
+def test_there_is_no_way_between_maps_of_different_sizes() -> None:
+    now = ExpertPlacement(2, {0: ((0,), (1,))})
+    others = [
+        ExpertPlacement(2, {1: ((0,), (1,))}),
+        ExpertPlacement(2, {0: ((0,), (1,), (1,))}),
+        ExpertPlacement(3, {0: ((2,), (1,))}),
+    ]
+    for other in others:
+        with pytest.raises(UserError, match="differ in workers, layers or experts"):
+            num_moves(now, other)
+        with pytest.raises(UserError, match="differ in workers, layers or experts"):
+            next_placement(now, other, 2)

@@ -175,3 +175,21 @@ def test_recent_steps_count_more() -> None:
 def test_mistakes_are_named(call: object, words: str) -> None:
     with pytest.raises(UserError, match=words):
         call()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("loads", [[np.nan, 1.0], [np.inf, 1.0], [-1.0, 1.0], [[[1.0, 1.0]]]])
+def test_loads_that_are_no_loads_are_refused(loads: list[float]) -> None:
+    with pytest.raises(UserError, match="must be"):
+        place(np.array(loads), 2, 2)
+
+
+def test_speeds_and_present_owners_must_fit() -> None:
+    loads = np.ones(4)
+    for speeds in ([0.0, 1.0], [1.0, 1.0, 1.0], [np.nan, 1.0]):
+        with pytest.raises(UserError, match="of 2 workers: give each a finite number above 0"):
+            place(loads, 2, 3, speeds=np.array(speeds))
+    with pytest.raises(UserError, match=r"present \(3, 2\): give"):
+        place(loads, 2, 3, present=np.ones((3, 2), bool))
+    with pytest.raises(UserError, match="0 experts"):
+        place(np.ones((2, 0)), 2, 3)
+    assert place(np.ones((0, 4)), 2, 3).shape == (0, 4, 2)

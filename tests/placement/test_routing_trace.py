@@ -2,11 +2,18 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.placement.routing_trace import IdArray, RoutingTraceWriter, TraceHeader, read_routing_trace
+from antiphon.placement.routing_trace import (
+    IdArray,
+    RoutingTraceWriter,
+    TraceHeader,
+    count_rows,
+    read_routing_trace,
+)
 
 HEADER = TraceHeader(model="tiny", layers=(1, 3), num_experts=4, top_k=2)
 FIRST = np.array([[[0, 1], [0, 2], [0, 3]], [[3, 2], [3, 1], [3, 2]]], dtype="<u2")  # 3 rows
@@ -100,3 +107,22 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
         read_routing_trace(written(path, (1, 0, FIRST + np.uint16(1))))
     with pytest.raises(UserError, match="cannot be written"):
         RoutingTraceWriter(tmp_path / "none" / "a", HEADER)
+
+
+def test_ids_and_headers_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    ids = np.array([[[0, 4]], [[0, 1]]])  # 4 of 3 experts: it would count in the next layer
+    for wrong in (ids, ids - 1):
+        with pytest.raises(UserError, match="experts are 0 to 2"):
+            count_rows(wrong, 3)
+    header = TraceHeader(model="m", layers=(0, 1), num_experts=3, top_k=2)
+    path = tmp_path / "trace"
+    for changed in ({"num_experts": 10**18}, {"layers": (0, 0)}, {"top_k": 4}):
+        RoutingTraceWriter(path, msgspec.structs.replace(header, **changed)).close()
+        with pytest.raises(UserError, match="a trace names each layer once"):
+            read_routing_trace(path)
+    writer = RoutingTraceWriter(path, header)
+    with pytest.raises(UserError, match="9 bytes of ids: a row has 8"):
+        writer.append_step(0, 0, bytes(9))
+    writer.close()
+    with pytest.raises(UserError, match="the recording has no rows"):
+        read_routing_trace(path).popularity()

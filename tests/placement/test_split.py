@@ -95,3 +95,31 @@ def test_native_mistakes_are_named(arguments: tuple[object, ...], words: str) ->
 def test_python_mistakes_are_named() -> None:
     with pytest.raises(UserError, match="a knee of 0 rows"):
         split_rows(np.array([1]), np.ones((1, 2), dtype=bool), knee=0)
+
+
+@pytest.mark.parametrize(
+    ("counts", "held", "speeds", "message"),
+    [
+        ([-1, 2], [[1, 1], [0, 1]], None, "finite numbers of at least 0"),
+        ([np.nan, 2], [[1, 1], [0, 1]], None, "whole numbers"),
+        ([2.5, 2], [[1, 1], [0, 1]], None, "whole numbers"),
+        ([1, 2, 3], [[1, 1], [0, 1]], None, r"loads \(3,\) and copies \(2, 2\)"),
+        ([1, 2], [[1, 1], [0, 0]], None, "expert 1 is held by no worker"),
+        ([1, 2], [[1, 1], [0, 1]], [0.0, 1.0], "finite number above 0"),
+        ([1, 2], [[1, 1], [0, 1]], [1.0, 1.0, 1.0], "speeds .* of 2 workers"),
+    ],
+)
+def test_rows_that_cannot_be_split_are_refused(
+    counts: list[float], held: list[list[int]], speeds: list[float] | None, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        split_rows(np.array(counts), np.array(held, bool), None if speeds is None else np.array(speeds))
+
+
+def test_no_steps_are_split_into_no_rows() -> None:
+    assert split_rows(np.zeros((0, 2), int), np.ones((2, 3), bool)).shape == (0, 2, 3)
+
+
+def test_experts_on_no_worker_are_refused() -> None:
+    with pytest.raises(UserError, match="experts on 0 workers"):
+        _m2n.ExpertSplit(0, [])

@@ -100,3 +100,15 @@ def test_a_file_holds_it(tmp_path: Path) -> None:
 def test_what_is_no_placement_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"^the body is no placement: .*: write {"):
         placement_from_json(text.encode(), "the body")
+
+
+@pytest.mark.parametrize("name", ["01", "-1", " 1", "1_0", "a", "٣"])
+def test_a_layer_is_named_in_one_way(name: str) -> None:
+    with pytest.raises(UserError, match="a layer is named"):
+        placement_from_json(f'{{"num_workers": 1, "owners": {{"{name}": [[0]]}}}}'.encode(), "x")
+
+
+def test_workers_speeds_and_knee_are_checked() -> None:
+    for changes in ({"num_workers": 0}, {"knee": 0}, {"speeds": (1.0, 0.0)}, {"speeds": (1.0,)}):
+        with pytest.raises(UserError, match=r"at least 1|speeds"):
+            ExpertPlacement(**{"num_workers": 2, "owners": {}, **changes})  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from antiphon.base.logging import get_logger
 from antiphon.comm.ledger import Traffic, read_traffic
 from antiphon.comm.m2n.api import CopyingExchange, ExchangeShape, ExpertBatch, StepAborted
 from antiphon.comm.m2n.ready_batches import ReadyBatches, ReadyStep
+from antiphon.kernels.api import address
 from antiphon.placement.split import BoolArray, IntArray, Prefetch
 from antiphon.specs.placement import ExpertPlacement
 
@@ -38,7 +39,7 @@ def view_of(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     for size in shape:
         num_bytes *= size
     if num_bytes == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     memory = (ctypes.c_char * num_bytes).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
@@ -66,6 +67,25 @@ def aborting(call: Callable[..., _Result], *arguments: object) -> _Result:
         return call(*arguments)
     except Interrupted as error:
         raise StepAborted from error
+
+
+def check_rows(shape: ExchangeShape, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+    """`UserError` unless these are rows of the exchange and their choices."""
+    num_rows = len(rows_TH)
+    fits = rows_TH.dtype is shape.dtype and rows_TH.shape == (num_rows, shape.hidden_size) and rows_TH.stride(1) == 1
+    if not fits or not ids_TK.shape == weights_TK.shape == (num_rows, shape.top_k):
+        given = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in (rows_TH, ids_TK, weights_TK))
+        raise UserError(
+            f"rows, ids and weights {given}: this exchange takes {shape.dtype} rows of {shape.hidden_size} with "
+            f"consecutive elements, and {shape.top_k} choices of each"
+        )
+
+
+def check_reply(shape: ExchangeShape, batch: ExpertBatch, partial_RH: Tensor) -> None:
+    """`UserError` unless there is a sum for each row of the batch."""
+    wanted = (sum(batch.rows_per_source), shape.hidden_size)
+    if partial_RH.shape != wanted:
+        raise UserError(f"sums {tuple(partial_RH.shape)} in reply to a batch of {wanted}: give one for each row")
 
 
 class _End:
@@ -204,9 +224,8 @@ class NativeAttentionExchange(_End, CopyingExchange):
         ids_TK = on_host(ids_TK, torch.int32)
         weights_TK = on_host(weights_TK, torch.float32)
         num_rows = len(rows_TH)
-        row_stride, column_stride = rows_TH.stride()
-        assert column_stride == 1
-        assert rows_TH.dtype is self._shape.dtype
+        check_rows(self._shape, rows_TH, ids_TK, weights_TK)
+        row_stride = rows_TH.stride(0)
         self._waiting(
             self._side.dispatch,
             self._epoch,
@@ -214,10 +233,10 @@ class NativeAttentionExchange(_End, CopyingExchange):
             layer,
             micro_batch,
             self._participants[micro_batch],
-            rows_TH.data_ptr(),
+            address(rows_TH),
             row_stride * self._shape.dtype.itemsize,
-            ids_TK.data_ptr(),
-            weights_TK.data_ptr(),
+            address(ids_TK),
+            address(weights_TK),
             num_rows,
             self._timeout_s,
         )
@@ -235,7 +254,7 @@ class NativeAttentionExchange(_End, CopyingExchange):
         num_rows = self._side.num_pending(micro_batch)
         sum_TH = torch.empty(num_rows, self._shape.hidden_size, dtype=self._shape.dtype, device="cpu")
         wait_ns, exposed_ns = self._waiting(
-            self._side.combine, self._epoch, self._steps[micro_batch], layer, micro_batch, sum_TH.data_ptr(), timeout_s
+            self._side.combine, self._epoch, self._steps[micro_batch], layer, micro_batch, address(sum_TH), timeout_s
         )
         self.wait_s += wait_ns * 1e-9
         self.exposed_s += exposed_ns * 1e-9
@@ -373,9 +392,11 @@ class NativeExpertExchange(_End):
         return views
 
     def reply(self, batch: ExpertBatch, partial_RH: Tensor, computed_ns: tuple[int, int]) -> None:
-        assert self._batch is not None, "one reply to one batch"
+        if self._batch is None:
+            raise UserError("no batch waits for a reply: call receive first, and reply once")
         received, steps = self._batch
+        check_reply(self._shape, batch, partial_RH)
         partial_RH = on_host(partial_RH, self._shape.dtype)
-        self._waiting(self._side.reply, received, partial_RH.data_ptr(), *computed_ns, _CONNECT_S)
+        self._waiting(self._side.reply, received, address(partial_RH), *computed_ns, _CONNECT_S)
         self._batch = None
         self._ready.answered(steps, (computed_ns[1] - computed_ns[0]) * 1e-9, time.monotonic())

@@ -8,17 +8,19 @@ an operator who knows all addresses beforehand.
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not named in __all__
 
-from antiphon.base.errors import PeerTimeout
+from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.units import split_address
 
 _log = get_logger("rendezvous")
 _LOOK_S = 0.02
+_MOST_S = 1e6
 _SAY_S = 5.0  # say who is missing this often
 
 
@@ -26,8 +28,11 @@ class Rendezvous:
     """One peer's view of the meeting place. The one with `serve` set keeps it; the others connect to `address`."""
 
     def __init__(self, address: str, *, serve: bool = False, timeout_s: float = 60.0) -> None:
-        """Connects; blocks at most `timeout_s`. A server listens at the given host only; `address` names its port."""
+        """Connects; blocks at most `timeout_s`. A server listens at the given host only; `address` names its port.
+
+        Later calls wait for the server, `collect` its time besides; `PeerLost` once it is gone."""
         host, port = split_address(address)
+        _check_timeout(timeout_s)
         self._listener: socket.socket | None = None
         if serve:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -48,20 +53,24 @@ class Rendezvous:
 
     def publish(self, name: str, ticket: bytes) -> None:
         """Leave a ticket under a name; a later one replaces it (the peer was started again)."""
-        self._store.set(name, ticket.hex())
+        self._ask(self._store.set, f"ticket {name}", ticket.hex())
 
     def number(self, name: str) -> int:
         """How many have asked for this name's numbers before: those who come to one meeting tell themselves apart."""
-        return int(self._store.add(name, 1)) - 1
+        return int(self._ask(self._store.add, f"number {name}", 1)) - 1
 
     def collect(self, names: Sequence[str], timeout_s: float) -> dict[str, bytes]:
         """The tickets of all `names`; waits for those that are not there yet. `PeerTimeout` lists the missing."""
+        _check_timeout(timeout_s)
+        if isinstance(names, str):
+            raise UserError(f"names are {names!r}: give a list of them")
+        names = list(names)
         started = said = time.monotonic()
         found: dict[str, bytes] = {}
         while missing := [name for name in names if name not in found]:
             for name in missing:
-                if self._store.check([name]):
-                    found[name] = bytes.fromhex(self._store.get(name).decode())
+                if self._ask(self._store.check, [f"ticket {name}"]):
+                    found[name] = bytes.fromhex(self._ask(self._store.get, f"ticket {name}").decode())
             missing = [name for name in names if name not in found]
             now = time.monotonic()
             if missing and now - started > timeout_s:
@@ -72,3 +81,14 @@ class Rendezvous:
             if missing:
                 time.sleep(_LOOK_S)
         return found
+
+    def _ask(self, call: Callable[..., Any], *arguments: object) -> Any:
+        try:
+            return call(*arguments)
+        except RuntimeError as error:
+            raise PeerLost(f"rendezvous at {self.address}", str(error).partition("\n")[0]) from error
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if not 0 <= timeout_s <= _MOST_S:
+        raise UserError(f"a timeout of {timeout_s} s: it must be 0 to {_MOST_S:g}")

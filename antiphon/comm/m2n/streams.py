@@ -32,7 +32,14 @@ from antiphon import _m2n
 from antiphon.base.errors import PeerTimeout, UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.api import ExchangeShape, ExpertBatch
-from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange, _End, aborting
+from antiphon.comm.m2n.native import (
+    NativeAttentionExchange,
+    NativeExpertExchange,
+    _End,
+    aborting,
+    check_reply,
+    check_rows,
+)
 from antiphon.specs.placement import ExpertPlacement
 
 _log = get_logger("m2n")
@@ -53,13 +60,14 @@ def make_stages(
 ) -> list[RowStage]:
     """Memory that a device copies to and from by itself. `rows_on`: the device in whose memory the rows are to lie."""
     hidden, top_k = shape.hidden_size, shape.top_k
-    rows: dict[str, Any] = {"pin_memory": pinned} if rows_on is None else {"device": rows_on}
+    on_host: dict[str, Any] = {"pin_memory": pinned, "device": "cpu"}
+    rows: dict[str, Any] = on_host if rows_on is None else {"device": rows_on}
     return [
         RowStage(
             torch.empty(max_rows, hidden, dtype=shape.dtype, **rows),
-            torch.empty(max_rows, top_k, dtype=torch.int32, pin_memory=pinned),
-            torch.empty(max_rows, top_k, dtype=torch.float32, pin_memory=pinned),
-            torch.empty(max_rows, hidden, dtype=shape.dtype, pin_memory=pinned),
+            torch.empty(max_rows, top_k, dtype=torch.int32, **on_host),
+            torch.empty(max_rows, top_k, dtype=torch.float32, **on_host),
+            torch.empty(max_rows, hidden, dtype=shape.dtype, **on_host),
         )
         for _ in range(count)
     ]
@@ -140,7 +148,7 @@ class StreamAttentionExchange(_StreamEnd, NativeAttentionExchange):
         self._num_rows: dict[int, int] = {}  # of each micro-batch under way
 
     def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
-        assert rows_TH.dtype is self._shape.dtype
+        check_rows(self._shape, rows_TH, ids_TK, weights_TK)
         num_rows, handle = len(rows_TH), self._streaming.handle
         if num_rows > self._shape.max_rows:
             raise UserError(
@@ -255,8 +263,10 @@ class StreamExpertExchange(_StreamEnd, NativeExpertExchange):
         return self._calls.overdue(timeout_s)
 
     def reply(self, batch: ExpertBatch, partial_RH: Tensor, computed_ns: tuple[int, int]) -> None:
-        assert self._batch is not None, "one reply to one batch"
+        if self._batch is None:
+            raise UserError("no batch waits for a reply: call receive first, and reply once")
         received, steps = self._batch
+        check_reply(self._shape, batch, partial_RH)
         self._check_epoch()
         start_ns, end_ns = computed_ns
         if self._streaming.device.type != "cpu":

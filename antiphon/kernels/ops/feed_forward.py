@@ -49,7 +49,7 @@ class RowBuffers:
         """[num_rows, width] of unknown numbers, on the host."""
         needed = num_rows * width * dtype.itemsize
         if not needed:
-            return torch.empty(num_rows, width, dtype=dtype)
+            return torch.empty(num_rows, width, dtype=dtype, device="cpu")
         with self._lock:
             memory = self._take(needed)
         lent = memory[:needed]  # the tensor holds this view, and ends with it
@@ -105,7 +105,8 @@ def _formula(gate_up_RJ: Tensor, widths: Widths) -> Tensor:
     if widths.activation == "swiglu_oai":
         gate, up = gate.clamp(max=widths.limit), up.clamp(-widths.limit, widths.limit)
         return (up + 1) * (gate * torch.sigmoid(widths.alpha * gate))
-    assert widths.activation == "gelu", f"activation {widths.activation}"
+    if widths.activation != "gelu":
+        raise ValueError(f"activation '{widths.activation}' is not known: use silu, gelu or swiglu_oai")
     return F.gelu(gate) * up
 
 
@@ -179,7 +180,7 @@ def _linear_forward(ctx: Any, x: Tensor, weight_OI: Tensor) -> Tensor:
     ctx.save_for_backward(x, weight_OI)
     kernels = kernels_for(x, "products")
     assert kernels is not None
-    rows = kernels.matrix_product(x.reshape(-1, x.shape[-1]), weight_OI.t())
+    rows = kernels.matrix_product(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight_OI.t())
     return cast(Tensor, rows.view(*x.shape[:-1], weight_OI.shape[0]))
 
 
@@ -200,7 +201,8 @@ def grouped_product(
     `buffers`: where results lie, those of its backward too; None: in memory of their own.
 
     An expert without rows gets a gradient of zeros."""
-    assert sum(counts_E) == x_RI.shape[0], f"{sum(counts_E)} rows are counted, {x_RI.shape[0]} given"
+    if sum(counts_E) != x_RI.shape[0] or min(counts_E, default=0) < 0:
+        raise ValueError(f"{sum(counts_E)} rows are counted, {x_RI.shape[0]} given")
     y_RO: Tensor = _grouped_product(x_RI, weight_EOI, counts_E, buffers)
     return y_RO
 

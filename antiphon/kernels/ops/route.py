@@ -91,6 +91,8 @@ def row_map(ids_TK: Tensor, num_experts: int) -> RowMap:
     """The map for these choices; rows of an expert keep the order of their tokens. Asks the device for the counts."""
     flat = ids_TK.flatten().long()
     absent, *counts = torch.bincount(flat + 1, minlength=num_experts + 1).tolist()
+    if len(counts) > num_experts:
+        raise ValueError(f"a row chose expert {len(counts) - 1} of {num_experts}")
     order_R = flat.argsort(stable=True)[absent:]
     place = torch.zeros_like(flat)
     place[order_R] = torch.arange(order_R.shape[0], device=flat.device)

@@ -20,6 +20,7 @@ from antiphon.kernels.api import (
     KVCache,
     PackedExperts,
     PackedLinear,
+    own,
 )
 from antiphon.kernels.choices import OWN, Key, choice_of, process_choices, process_table
 from antiphon.kernels.ops.route import choose_experts
@@ -60,11 +61,11 @@ class TritonBackend(ReferenceBackend):
         residual_TO: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        assert isinstance(weight, TritonLinear)
+        weight = own(weight, TritonLinear, self.dtype)
         return linear(x_TI, weight, residual_TO, out_dtype or x_TI.dtype)
 
     def weight_rows(self, weight: PackedLinear, ids_T: Tensor) -> Tensor:
-        assert isinstance(weight, TritonLinear)
+        weight = own(weight, TritonLinear, self.dtype)
         assert weight.format is None
         return weight.codes[0, 0].index_select(0, ids_T)
 
@@ -77,7 +78,7 @@ class TritonBackend(ReferenceBackend):
     def rotate_and_store(
         self, qkv_TX: Tensor, cache: KVCache, layer: int, batch: AttentionBatch, heads: HeadRows
     ) -> Tensor:
-        assert isinstance(cache, ReferenceCache)
+        cache = own(cache, ReferenceCache, self.dtype)
         return rotate_and_store(qkv_TX, cache, layer, batch, heads)
 
     def paged_attention(
@@ -91,7 +92,7 @@ class TritonBackend(ReferenceBackend):
         sliding_window: int | None,
         sinks_N: Tensor | None = None,
     ) -> Tensor:
-        assert isinstance(cache, ReferenceCache)
+        cache = own(cache, ReferenceCache, self.dtype)
         plan = self._row_plans.of(batch, cache.spec, sliding_window)
         out_TNV = q_TND.new_empty((*q_TND.shape[:2], cache.spec.value_dim))
         attend_prefills(q_TND, out_TNV, cache, layer, plan.prefills, scale, sinks_N)
@@ -120,7 +121,7 @@ class TritonBackend(ReferenceBackend):
         return TritonExperts(shape, formats or FLOATS, self.device, self.dtype)
 
     def grouped_ffn(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: PackedExperts) -> Tensor:
-        assert isinstance(experts, TritonExperts)
+        experts = own(experts, TritonExperts, self.dtype)
         asked = experts.shape, experts.formats
         if asked not in self._chosen:
             self._chosen[asked] = choice_of(experts_key(experts), partial(packages.why_no_products, experts=experts))

@@ -69,12 +69,12 @@ def read_blocks(kind: BlockType, data: Tensor, num_columns: int) -> QuantizedWei
     if data.stride(1) != 1:
         data = data.contiguous()
     width = num_columns // 2 if form.nibbles else num_columns
-    codes = torch.empty((num_rows, width), dtype=CODE_DTYPES[form.codes])
-    scales = torch.empty(form.scale_shape(num_rows, num_columns), dtype=form.scale_dtype)
-    offsets = torch.empty(scales.shape) if form.offset == "offsets" else None
+    codes = torch.empty((num_rows, width), dtype=CODE_DTYPES[form.codes], device="cpu")
+    scales = torch.empty(form.scale_shape(num_rows, num_columns), dtype=form.scale_dtype, device="cpu")
+    offsets = torch.empty(scales.shape, dtype=torch.float32, device="cpu") if form.offset == "offsets" else None
     _native.read_ggml_rows(
-        *(kind.name, data.data_ptr(), data.stride(0), num_rows, num_blocks),
-        *(codes.data_ptr(), scales.data_ptr(), address(offsets)),
+        *(kind.name, address(data), data.stride(0), num_rows, num_blocks),
+        *(address(codes), address(scales), address(offsets)),
     )
     return QuantizedWeight(format=form, num_columns=num_columns, codes=codes, scales=scales, offsets=offsets)
 

@@ -191,6 +191,8 @@ def test_a_payload_is_anything_with_contiguous_bytes(net: Net) -> None:
         outbox.send(9, matrix[:, ::2])
     with pytest.raises(TypeError):
         outbox.send(9, "text")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="an array of Python objects holds addresses"):
+        outbox.send(9, np.array([object()]))
     outbox.wait_credits(1, PATIENCE_S)
 
 
@@ -386,6 +388,8 @@ def test_wait_by_number_and_by_set(net: Net) -> None:
     inbox.wait(5, 1, PATIENCE_S)
     inbox.wait(5, [2], 0.0)
     inbox.wait(5, (2, 2), 0.0)
+    inbox.wait(5, np.int64(1), 0.0)  # type: ignore[arg-type]
+    inbox.wait(5, np.array([2]), 0.0)  # type: ignore[arg-type]
     for missing, names in [([0], "sender[0]"), ([2, 1, 0], "sender[0], sender[1]"), (3, "sender[0], sender[1]")]:
         with pytest.raises(PeerTimeout) as caught:
             inbox.wait(5, missing, 0.02)
@@ -1055,7 +1059,13 @@ def test_impossible_endpoints_and_inboxes_are_refused(shm: Net) -> None:
         _m2n.Endpoint("x", "carrier pigeon")
     with pytest.raises(UserError, match="waiting is often: it must be auto, poll, spin or block"):
         _m2n.Endpoint("x", waiting="often")
+    for option in ("spin_s", "heartbeat_s", "dead_after_s"):
+        for seconds in (float("nan"), float("inf"), -1.0):
+            with pytest.raises(UserError, match=f"{option} of .* s: it must be 0 to 1e9"):
+                _m2n.Endpoint("x", **{option: seconds})  # type: ignore[arg-type]
     endpoint = shm.endpoint("x")
+    with pytest.raises(UserError, match="an inbox of another endpoint than x"):
+        endpoint.ticket(shm.endpoint("y").inbox(1, 1, 64))
     for arguments, words in [
         ((0, 1, 1), "sources is 0: it must be 1 to 4096"),
         ((4097, 1, 1), "sources is 4097"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.base.errors import PeerTimeout
+from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.comm.m2n.rendezvous import Rendezvous
 
 
@@ -55,3 +55,29 @@ def test_the_server_listens_only_where_it_was_told() -> None:
             if state == "0A" and int(address.split(":")[1], 16) == port:
                 listening.append(address)
     assert listening == [f"0100007F:{port:04X}"]
+
+
+def test_tickets_and_numbers_of_one_name_do_not_mix() -> None:
+    meeting = Rendezvous("127.0.0.1:0", serve=True, timeout_s=10.0)
+    meeting.publish("a", b"\x01\x02")
+    assert (meeting.number("a"), meeting.number("a")) == (0, 1)
+    assert meeting.collect((name for name in "a"), 1.0) == {"a": b"\x01\x02"}
+
+
+def test_timeouts_and_names_that_cannot_be_are_refused() -> None:
+    for timeout_s in (float("inf"), float("nan"), -1.0):
+        with pytest.raises(UserError, match="a timeout of"):
+            Rendezvous("127.0.0.1:0", serve=True, timeout_s=timeout_s)
+    meeting = Rendezvous("127.0.0.1:0", serve=True, timeout_s=10.0)
+    with pytest.raises(UserError, match="a timeout of nan s"):
+        meeting.collect(["a"], float("nan"))
+    with pytest.raises(UserError, match="names are 'ab': give a list"):
+        meeting.collect("ab", 1.0)
+
+
+def test_a_server_that_is_gone_is_named() -> None:
+    meeting = Rendezvous("127.0.0.1:0", serve=True, timeout_s=10.0)
+    other, address = Rendezvous(meeting.address, timeout_s=10.0), meeting.address
+    del meeting
+    with pytest.raises(PeerLost, match=f"lost rendezvous at {address}"):
+        other.collect(["a"], 5.0)
