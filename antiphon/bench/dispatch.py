@@ -25,7 +25,7 @@ from typer import Option
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
-from antiphon.base.sharing import split_evenly
+from antiphon.base.split_evenly import split_evenly
 from antiphon.bench.harness.children import Children, join_gloo
 from antiphon.bench.harness.contest import ContestColumns, UpTo, milliseconds, num_bytes, ratio
 from antiphon.comm.dispatch import AllToAllWay, Dispatcher, GatherScatter, Way

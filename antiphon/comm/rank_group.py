@@ -27,7 +27,7 @@ from torch import Tensor
 
 from antiphon import _m2n
 from antiphon.base.errors import UserError
-from antiphon.base.sharing import split_evenly
+from antiphon.base.split_evenly import split_evenly
 from antiphon.comm.ledger import Traffic, read_traffic
 from antiphon.comm.m2n.native import aborting, dtype_name, view_of
 from antiphon.kernels.api import address

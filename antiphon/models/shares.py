@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from antiphon.base.errors import UserError
-from antiphon.base.sharing import split_evenly
+from antiphon.base.split_evenly import split_evenly
 from antiphon.comm.rank_group import RankGroup
 from antiphon.specs.model import AttentionSpec, ModelSpec
 

@@ -73,7 +73,7 @@ class CandidateTable:
     @property
     def batch(self) -> IntArray:
         """Requests in flight per instance (decode) or tokens of a pass (prefill)."""
-        return self.candidates.with_batch(self.outcome.batch).instance_batch
+        return self.candidates.having(batch=self.outcome.batch).instance_batch
 
     @property
     def num_devices(self) -> IntArray:

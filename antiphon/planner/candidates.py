@@ -96,9 +96,6 @@ class Candidates:
         """The candidates at these places, or where the mask holds."""
         return type(self)(**{name: getattr(self, name)[index] for name in COLUMNS})
 
-    def with_batch(self, batch: IntArray) -> Self:
-        return self.having(batch=batch)
-
     def having(self, **changed: IntArray) -> Self:
         """With these columns instead of its own."""
         return type(self)(**{**{name: getattr(self, name) for name in COLUMNS}, **changed})

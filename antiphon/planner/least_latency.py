@@ -35,7 +35,7 @@ def least_latency(setting: Setting, candidates: Candidates, limits: IntArray, in
     """As `outcome.best_outcome`, by the phase's latency. `limits`: of the batch of a worker and micro-batch, at least
     1."""
     if setting.limits.pins.batch is not None:
-        return outcome_at(setting, _with_step(candidates, STEP_TOKENS[0], setting).with_batch(limits), instances)
+        return outcome_at(setting, _with_step(candidates, STEP_TOKENS[0], setting).having(batch=limits), instances)
     if setting.workload.requests_per_s is None:
         return _in_flight(setting, candidates, limits, instances)
     if setting.phase == "prefill":
@@ -73,14 +73,14 @@ def _in_flight(setting: Setting, candidates: Candidates, limits: IntArray, insta
     if setting.phase == "prefill":
         prompt = setting.new_tokens(setting.lengths.prompt)
         tokens = np.ceil(each * prompt * setting.prompt_row_cost).astype(np.int64)
-        found = outcome_at(setting, candidates.with_batch(np.minimum(tokens, limits)), used)
+        found = outcome_at(setting, candidates.having(batch=np.minimum(tokens, limits)), used)
         too_many = tokens * used * places > limits * used * places + math.ceil(prompt) * places
     else:
         batch = np.minimum(each, limits)
         one = _with_step(candidates, STEP_TOKENS[0], setting)
         if setting.phase == "serve":
             one = one.having(step_tokens=np.maximum(one.step_tokens, batch * candidates.micro_batches + 1))
-        found = outcome_at(setting, one.with_batch(batch), used)
+        found = outcome_at(setting, one.having(batch=batch), used)
         too_many = batch * used * places < wanted
     return replace(found, why_not=np.where((found.why_not == 0) & too_many, RATE, found.why_not))
 
@@ -91,7 +91,7 @@ def _best_pass(setting: Setting, candidates: Candidates, limits: IntArray, insta
     best: Outcome | None = None
     for num_prompts in PROMPTS_PER_PASS:
         tokens = np.minimum(limits, math.ceil(num_prompts * prompt))
-        tried = outcome_at(setting, candidates.with_batch(tokens), instances)
+        tried = outcome_at(setting, candidates.having(batch=tokens), instances)
         if best is None:
             best = tried
         else:
@@ -102,7 +102,7 @@ def _best_pass(setting: Setting, candidates: Candidates, limits: IntArray, insta
 
 def _fastest_first(setting: Setting, candidates: Candidates, limits: IntArray, instances: IntArray) -> Outcome:
     """Decode at its smallest batch, of those candidates that may be the fastest of their layout; else at 1."""
-    best = outcome_at(setting, candidates.with_batch(np.ones(len(candidates), dtype=np.int64)), instances)
+    best = outcome_at(setting, candidates.having(batch=np.ones(len(candidates), dtype=np.int64)), instances)
     at_one_s = best.tpot_s.copy()
     for code in np.unique(candidates.layout):
         order = np.flatnonzero(candidates.layout == code)
@@ -114,7 +114,7 @@ def _fastest_first(setting: Setting, candidates: Candidates, limits: IntArray, i
                 break
             block = candidates.take(index)
             batch = _smallest(setting, block, limits[index], instances[index])
-            outcome = outcome_at(setting, block.with_batch(batch), instances[index])
+            outcome = outcome_at(setting, block.having(batch=batch), instances[index])
             best.put(index, outcome)
             found_s = min(found_s, float(np.min(outcome.tpot_s, where=outcome.why_not == 0, initial=math.inf)))
     return best
@@ -125,11 +125,11 @@ def _served(setting: Setting, candidates: Candidates, limits: IntArray, instance
     candidates = _with_step(candidates, tokens, setting)
     limits = np.maximum(fed_limits(setting, candidates, limits, tokens), 1)
     least = _smallest(setting, candidates, limits, instances)
-    best = outcome_at(setting, candidates.with_batch(least), instances)
+    best = outcome_at(setting, candidates.having(batch=least), instances)
     if setting.objective == "ttft":
         for factor in LARGER:
             batch = np.minimum(np.ceil(least * factor).astype(np.int64), limits)
-            _keep_better(setting, best, outcome_at(setting, candidates.with_batch(batch), instances))
+            _keep_better(setting, best, outcome_at(setting, candidates.having(batch=batch), instances))
     return best
 
 
@@ -137,7 +137,7 @@ def _smallest(setting: Setting, candidates: Candidates, limits: IntArray, instan
     """The smallest batch with which all instances take the rate; `limits` where none does."""
 
     def takes_it(chosen: Candidates, batch: IntArray, used: IntArray) -> BoolArray:
-        return np.asarray(outcome_at(setting, chosen.with_batch(batch), used).why_not != RATE)
+        return np.asarray(outcome_at(setting, chosen.having(batch=batch), used).why_not != RATE)
 
     result = limits.copy()
     low, high = np.zeros(len(candidates), dtype=np.int64), limits.copy()

@@ -68,11 +68,11 @@ def best_outcome(setting: Setting, candidates: Candidates, limits: IntArray, ins
     if setting.phase == "serve":
         return _best_of_serve(setting, candidates, limits, instances)
     if setting.limits.pins.batch is not None:
-        return outcome_at(setting, candidates.with_batch(limits), instances)
+        return outcome_at(setting, candidates.having(batch=limits), instances)
     if setting.phase == "prefill":
         return _best_of_prefill(setting, candidates, limits, instances)
     batch = np.maximum(largest_batch(setting, candidates, limits), 1)
-    return outcome_at(setting, candidates.with_batch(batch), instances)
+    return outcome_at(setting, candidates.having(batch=batch), instances)
 
 
 def outcome_at(setting: Setting, candidates: Candidates, instances: IntArray) -> Outcome:
@@ -172,11 +172,11 @@ def largest_batch(setting: Setting, candidates: Candidates, limits: IntArray) ->
         return limits.copy()
     target_s = target_s * setting.workload.tokens_per_step  # of a step
     result = np.zeros(len(candidates), dtype=np.int64)
-    at_limit_s = _token_step_s(setting, candidates.with_batch(limits))
+    at_limit_s = _token_step_s(setting, candidates.having(batch=limits))
     result[at_limit_s <= target_s] = limits[at_limit_s <= target_s]
     open_index = np.flatnonzero((at_limit_s > target_s) & (limits > 1))
     rest = candidates.take(open_index)
-    at_one_s = _token_step_s(setting, rest.with_batch(np.ones(len(rest), dtype=np.int64)))
+    at_one_s = _token_step_s(setting, rest.having(batch=np.ones(len(rest), dtype=np.int64)))
     possible = at_one_s <= target_s
     open_index, rest = open_index[possible], rest.take(possible)
     low, below = np.ones(len(rest), dtype=np.int64), target_s - at_one_s[possible]
@@ -192,7 +192,7 @@ def largest_batch(setting: Setting, candidates: Candidates, limits: IntArray) ->
             break
         guesses = _guesses(low, below, high, above, turn)
         each = np.repeat(np.arange(len(rest)), len(guesses))
-        tried = rest.take(each).with_batch(guesses.T.reshape(-1))
+        tried = rest.take(each).having(batch=guesses.T.reshape(-1))
         guesses_s = _token_step_s(setting, tried).reshape(len(rest), -1).T
         before = stays
         for guess, guess_s in zip(guesses, guesses_s, strict=True):
@@ -259,7 +259,7 @@ def _with_step_of(
     tried = candidates.having(step_tokens=np.maximum(tokens, most * candidates.micro_batches + 1))
     if not setting.limits.pins.batch:
         most = np.maximum(largest_batch(setting, tried, most), 1)
-    return _soon_enough(setting, tried.with_batch(most), instances)
+    return _soon_enough(setting, tried.having(batch=most), instances)
 
 
 def _soon_enough(setting: Setting, candidates: Candidates, instances: IntArray) -> Outcome:
@@ -270,7 +270,7 @@ def _soon_enough(setting: Setting, candidates: Candidates, instances: IntArray) 
         if not late.size:
             break
         less = candidates.take(late)
-        found = _serve_at(setting, less.with_batch(np.maximum(less.batch // part, 1)), instances[late])
+        found = _serve_at(setting, less.having(batch=np.maximum(less.batch // part, 1)), instances[late])
         better = _is_better(found, best.take(late))
         best.put(late[better], found.take(better))
     return best
@@ -330,9 +330,9 @@ def _largest_part(keeps: Callable[[FloatArray], BoolArray], most: FloatArray, nu
 def _best_of_prefill(setting: Setting, candidates: Candidates, limits: IntArray, instances: IntArray) -> Outcome:
     """At the best length of a pass."""
     if setting.workload.slo.ttft_s is None:
-        return _prefill_at(setting, candidates.with_batch(limits), instances)
+        return _prefill_at(setting, candidates.having(batch=limits), instances)
     first = _tokens(setting, limits, PROMPTS_PER_PASS[0])
-    best = _prefill_at(setting, candidates.with_batch(first), instances)
+    best = _prefill_at(setting, candidates.having(batch=first), instances)
     open_index = np.arange(len(candidates))
     for num_prompts in PROMPTS_PER_PASS[1:]:
         tokens = _tokens(setting, limits[open_index], num_prompts)
@@ -340,7 +340,7 @@ def _best_of_prefill(setting: Setting, candidates: Candidates, limits: IntArray,
         open_index, tokens = open_index[more], tokens[more]
         if not open_index.size:
             break
-        tried = _prefill_at(setting, candidates.take(open_index).with_batch(tokens), instances[open_index])
+        tried = _prefill_at(setting, candidates.take(open_index).having(batch=tokens), instances[open_index])
         better = _is_better(tried, best.take(open_index))
         best.put(open_index[better], tried.take(better))
         # passes that hold the whole prompt and are too late stay too late when they get longer
@@ -364,7 +364,7 @@ def _prefill_at(setting: Setting, candidates: Candidates, instances: IntArray) -
     lengths, workload = setting.lengths, setting.workload
     # a pass is limited in rows that see nothing; with a queue that never ends it is taken as it is
     row_cost = setting.prompt_row_cost if setting.workload.is_online else 1.0
-    full = candidates.with_batch(np.maximum((candidates.batch / row_cost).astype(np.int64), 1))
+    full = candidates.having(batch=np.maximum((candidates.batch / row_cost).astype(np.int64), 1))
     times, tokens = step_times(setting, full), full.instance_batch.astype(np.float64)
     capacity = tokens / times.step_s / (1 - workload.prefix_hit)  # cached tokens of prompts count as done
     passes = np.maximum(setting.new_tokens(lengths.tail_prompt) / full.batch, 1.0)

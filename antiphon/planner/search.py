@@ -210,7 +210,7 @@ def _one_prompt_per_s(setting: Setting, decoded: CandidateTable) -> FloatArray:
     """How promising candidates are for the time to the first token: one over that of a prompt by itself."""
     alone = replace(setting, phase="prefill")
     tokens = np.full(len(decoded), math.ceil(setting.new_tokens(setting.lengths.prompt)), dtype=np.int64)
-    return np.asarray(1 / step_times(alone, decoded.candidates.with_batch(tokens)).step_s)
+    return np.asarray(1 / step_times(alone, decoded.candidates.having(batch=tokens)).step_s)
 
 
 def again(setting: Setting, table: CandidateTable, index: IntArray) -> CandidateTable:

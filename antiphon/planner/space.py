@@ -198,7 +198,7 @@ def _balanced(setting: Setting, base: Candidates, limits: IntArray, cap: IntArra
     """The most attention workers for which T_e <= T_a, at the batch that memory and, by T_a alone, the promise
     allow."""
     batch = _reference_batch(setting, base, limits)
-    at_batch = base.with_batch(batch)
+    at_batch = base.having(batch=batch)
     t_a = _by_kind(setting, at_batch, attention=True)
 
     def below(num_workers: IntArray) -> BoolArray:
@@ -214,8 +214,8 @@ def _reference_batch(setting: Setting, base: Candidates, limits: IntArray) -> In
     if target_s is None:
         return limits
     budget_s = target_s / (base.micro_batches * setting.model.num_moe_layers)
-    most = _by_kind(setting, base.with_batch(limits), attention=True)
-    least = _by_kind(setting, base.with_batch(np.ones_like(limits)), attention=True)
+    most = _by_kind(setting, base.having(batch=limits), attention=True)
+    least = _by_kind(setting, base.having(batch=np.ones_like(limits)), attention=True)
     slope = np.maximum(most - least, 1e-12) / np.maximum(limits - 1, 1)
     allowed = 1 + (budget_s - least) / slope
     return np.clip(np.clip(allowed, 1, 1e12).astype(np.int64), 1, limits)

@@ -234,7 +234,7 @@ def pass_times(model: str, cluster_name: str, name: str, phase: PhaseName, *, fu
     each = IN_FLIGHT / (limits.pins.attention_dp or 1)
     if phase == "prefill":
         each *= setting.lengths.prompt
-    return step_times(setting, candidates.with_batch(np.array([max(round(each), 1)])))
+    return step_times(setting, candidates.having(batch=np.array([max(round(each), 1)])))
 
 
 def itl_s(model: str, cluster_name: str, name: str, *, fused: bool | None = None) -> float:

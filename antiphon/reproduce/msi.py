@@ -118,7 +118,7 @@ class Pick:
     def alone(self, *, micro_batches: int | None = None, attention_dp: int | None = None) -> Outcome:
         """One instance of it, its micro-batch size kept, with other numbers of micro-batches or attention workers."""
         picked = np.array([self.index])
-        one = self.table.candidates.take(picked).with_batch(self.table.outcome.batch[picked])
+        one = self.table.candidates.take(picked).having(batch=self.table.outcome.batch[picked])
         if micro_batches is not None:
             one = replace(one, micro_batches=np.array([micro_batches]))
         if attention_dp is not None:

@@ -297,7 +297,7 @@ class Deployment:
         setting = settings[self.phase]
         found = evaluate_phase(setting, ("hybrid", "tp_pp", "dp_ep")).candidates
         assert len(found) == 1, f"{self.id}: {len(found)} candidates"
-        one = found.with_batch(np.array([self.rows_each * self.tp]))
+        one = found.having(batch=np.array([self.rows_each * self.tp]))
         rate = float(outcome_at(setting, one, np.ones(1, dtype=np.int64)).capacity[0])
         return rate / (self.nodes if self.per == "node" else num_devices)
 

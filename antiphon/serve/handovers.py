@@ -51,7 +51,7 @@ from antiphon.serve.workforce import Workforce
 from antiphon.specs.counts import blocks_of
 
 _log = get_logger("engine")
-_MAX_FAILURES = 2  # steps with a prompt that may fail before its hand-over does
+_MAX_FAILED_PREFILLS = 2  # steps with a prompt that may fail before its hand-over does
 _NO_DEADLINE_S = 1e9
 
 
@@ -286,7 +286,7 @@ class Handovers:
         """A step of prefill workers came to nothing. It is tried again as it was, unless that has failed before."""
         for prefill in failure.blamed:
             prefill.num_failures += 1
-        suspects = {prefill.request_id for prefill in failure.blamed if prefill.num_failures >= _MAX_FAILURES}
+        suspects = {prefill.request_id for prefill in failure.blamed if prefill.num_failures >= _MAX_FAILED_PREFILLS}
         if not suspects:
             return
         group = self._workforce.group_of[failure.worker]

@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 
 from antiphon.base.logging import get_logger
-from antiphon.base.sharing import split_evenly
+from antiphon.base.split_evenly import split_evenly
 from antiphon.base.system import raise_limit
 from antiphon.kernels.select import resolve_dtype
 from antiphon.models.config import read_config

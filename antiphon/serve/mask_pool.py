@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from antiphon.base.fair_line import FairLine
 from antiphon.base.logging import get_logger
-from antiphon.base.sharing import FairLine
 from antiphon.base.system import give_memory_back
 
 if TYPE_CHECKING:

@@ -47,7 +47,7 @@ SIDES: tuple[Side, Side] = ("attention", "experts")
 Placed = tuple[Side, str]  # a worker that has a node: its side and the node
 _log = get_logger("ray")
 _LOOK_S = 0.5
-_MAX_FAILURES = 3  # in a row, of one worker while the server starts
+_MAX_FAILED_STARTS = 3  # in a row, of one worker while the server starts
 _STEADY_S = 10.0  # a worker that lived longer has not failed to start
 _MAX_PAUSE_S = 30.0
 _NO_ROOM_S = 5.0  # between two looks for a node with free CPUs
@@ -212,7 +212,7 @@ class RayPlacement:
             host=host,
             model=str(self._asked.model.resolve()),
             num_threads=self._needs.num_cpus,
-            patience_s=self._start_timeout_s / _MAX_FAILURES,
+            patience_s=self._start_timeout_s / _MAX_FAILED_STARTS,
         )
         job = msgspec.json.encode((order, self._secret))
         place.actors = [self._cluster.start_worker(place.node, self._needs, job) for _ in range(place.num_ranks)]
@@ -301,7 +301,7 @@ class RayPlacement:
         pause_s = 0.0 if place.num_failures == 1 else min(_MAX_PAUSE_S, 0.5 * 2.0**place.num_failures)
         place.next_try_s = time.monotonic() + pause_s
         _log.warning("%s ended: %s", place, reason)
-        if fatal or place.num_failures >= _MAX_FAILURES:
+        if fatal or place.num_failures >= _MAX_FAILED_STARTS:
             with self._lock:
                 self._failure = ResourceError(f"{place} on Ray does not start: {reason}")
 

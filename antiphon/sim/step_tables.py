@@ -164,7 +164,7 @@ def step_tables(setting: Setting, one: Candidates, *, most_rows: float, most_con
 
 def _with_rows(one: Candidates, rows: FloatArray) -> Candidates:
     """`one` repeated, with these rows as its batch."""
-    return one.take(np.zeros(rows.size, dtype=np.int64)).with_batch(rows.astype(np.int64))
+    return one.take(np.zeros(rows.size, dtype=np.int64)).having(batch=rows.astype(np.int64))
 
 
 def _attention(

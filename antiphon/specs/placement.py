@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from antiphon.base.errors import UserError, shortened
-from antiphon.base.sharing import split_evenly
+from antiphon.base.split_evenly import split_evenly
 from antiphon.specs.catalog import a_file_of
 from antiphon.specs.checked import read_bytes
 

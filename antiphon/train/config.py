@@ -4,7 +4,7 @@
 
 Paths in the file are relative to it; `~` and environment variables are expanded, and `${PYTHON_LIBRARY}` is the folder
 of the running interpreter's standard library. Unknown keys are refused with the nearest known one. Each table of the
-file is a class.
+file is a class of `train.config_tables`.
 """
 
 import os
@@ -25,9 +25,6 @@ from antiphon.specs.checked import (
     MOST,
     Count,
     CountFromZero,
-    Flag,
-    Positive,
-    Text,
     Whole,
     checked,
     read,
@@ -38,7 +35,9 @@ from antiphon.train.config_tables import (
     DataConfig,
     LossConfig,
     MemoryConfig,
+    ModelConfig,
     OptimizerConfig,
+    OutputConfig,
     OverlapConfig,
     ParallelConfig,
     WatchConfig,
@@ -47,36 +46,6 @@ from antiphon.train.device import DeviceName
 
 MOST_SEQUENCES = 2**20  # of a step; more is a slip
 Dtype = Literal["float32", "bfloat16", "float64"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """`path`: a Hugging Face folder or a `config.json`. `begin`: with random weights or with the folder's.
-    `initializer_range`: deviation of random matrices."""
-
-    path: Text
-    begin: Literal["random", "checkpoint"] = "random"
-    initializer_range: Positive = 0.02
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputConfig:
-    """`folder`: of checkpoints, metrics and token ids. Every how many steps: `log_every`, `checkpoint_every`,
-    `evaluate_every` (0: at the end only). `keep`: checkpoints that stay. `save_beside`: a checkpoint is written beside
-    the steps that follow it, from a copy in host memory; not with `memory.offload`. `evaluate_sequences`: how many
-    of the held-out text are looked at, evenly spread over it (0: all). `keep_best`: every evaluation is saved, and
-    the checkpoint of the lowest held-out loss stays beside the newest. `wandb`: a project of Weights & Biases that
-    gets the metrics too (empty: none)."""
-
-    folder: Text
-    log_every: Count = 10
-    checkpoint_every: CountFromZero = 100
-    keep: Count = 2
-    save_beside: Flag = True
-    evaluate_every: CountFromZero = 0
-    evaluate_sequences: CountFromZero = 64
-    keep_best: Flag = False
-    wandb: str = ""
 
 
 @checked("")
@@ -111,8 +80,8 @@ class TrainConfig:
             raise UserError(
                 f"batch is {self.batch}, micro_batch is {self.micro_batch}: batch must be a multiple of micro_batch"
             )
-        self.communication.check_dispatch(self.parallel)
-        self.communication.check_attention(self.parallel.tensor)
+        self._check_dispatch()
+        self._check_attention()
         self._check_offload()
         if self.overlap.pairs:
             self._check_pairs()
@@ -135,6 +104,41 @@ class TrainConfig:
             raise UserError(
                 "communication.packing changes how many ranks share the experts, and so a layer's operators: leave out "
                 "overlap.schedule and overlap.search, or set packing to false"
+            )
+
+    def _check_attention(self) -> None:
+        """`communication.attention` would do nothing without tensor ranks."""
+        if self.communication.attention != "plain" and self.parallel.tensor == 1:
+            raise UserError(
+                "communication.attention is 'float8' and parallel.tensor is 1, so no rank gathers rows before "
+                "attention: raise tensor, or leave attention 'plain'"
+            )
+
+    def _check_dispatch(self) -> None:
+        """Switches of communication that would do nothing, or not what they say, with this way of rows."""
+        communication, parallel = self.communication, self.parallel
+        dispatch = parallel.dispatch
+        travels_twice = dispatch == "two_level" or (parallel.expert > 1 and parallel.expert_tensor > 1)
+        if communication.sums == "between" and travels_twice:
+            raise UserError(
+                f"communication.sums is 'between', parallel.dispatch is {dispatch!r} and expert_tensor is "
+                f"{parallel.expert_tensor}: rows travel twice each way then, and sums would begin between these: use "
+                "another dispatch with expert_tensor 1, or sums 'priority'"
+            )
+        if dispatch not in ("all_to_all", "two_level") and communication.activations == "float8_permutation":
+            raise UserError(
+                "communication.activations is 'float8_permutation', which is about all-to-alls, and parallel.dispatch "
+                f"is {dispatch}, which has none or may have none: use dispatch all_to_all, or another value"
+            )
+        if dispatch == "two_level" and (communication.packing or communication.pipeline_experts):
+            raise UserError(
+                "parallel.dispatch is 'two_level', whose rows travel twice between fixed ranks: set "
+                "communication.packing and pipeline_experts to false, or use dispatch all_to_all"
+            )
+        if dispatch == "auto" and communication.packing:
+            raise UserError(
+                "communication.packing is true and parallel.dispatch is auto, which measures anew whenever other ranks "
+                "share the experts: use dispatch all_to_all or gather_scatter"
             )
 
     def _check_offload(self) -> None:

@@ -1,6 +1,7 @@
-"""The tables of a training file, as frozen data: what a run is trained on and how it learns (files and chats,
-optimizer, losses, what is watched); how ranks share its work, what they send each other, what they keep, what runs
-beside what.
+"""The tables of a training file, as frozen data: the model, what a run is trained on and how it learns (files and
+chats, optimizer, losses, what is watched); how ranks share its work, what they send each other, what they keep, what
+runs beside what; what is written, and how often. Keys outside a table are in `train.config`, with the checks of
+several tables together.
 
 Without `sources`, the keys of `[data]` are one source. With them, each source has keys of its own, and says how often
 it is seen: `weight`, its share of the tokens, or `epochs` in one pass over the data. What ranks send, keep and reorder
@@ -24,6 +25,16 @@ from antiphon.specs.checked import MOST, Count, CountFromZero, Flag, NotNegative
 
 BelowOne = Annotated[NotNegative, Field(lt=1)]
 Kind = Literal["text", "chat", "answers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """`path`: a Hugging Face folder or a `config.json`. `begin`: with random weights or with the folder's.
+    `initializer_range`: deviation of random matrices."""
+
+    path: Text
+    begin: Literal["random", "checkpoint"] = "random"
+    initializer_range: Positive = 0.02
 
 
 @checked("")
@@ -299,39 +310,6 @@ class CommunicationConfig:
         """Whether exchanges of rows go through the launcher too, because sums are ordered around them."""
         return self.sums in ("between", "priority")
 
-    def check_attention(self, tensor: int) -> None:
-        """`UserError` where `attention` would do nothing."""
-        if self.attention != "plain" and tensor == 1:
-            raise UserError(
-                "communication.attention is 'float8' and parallel.tensor is 1, so no rank gathers rows before "
-                "attention: raise tensor, or leave attention 'plain'"
-            )
-
-    def check_dispatch(self, parallel: ParallelConfig) -> None:
-        """`UserError` where a switch would do nothing, or not what it says, with this way of rows."""
-        dispatch = parallel.dispatch
-        if self.sums == "between" and (dispatch == "two_level" or (parallel.expert > 1 and parallel.expert_tensor > 1)):
-            raise UserError(
-                f"communication.sums is 'between', parallel.dispatch is {dispatch!r} and expert_tensor is "
-                f"{parallel.expert_tensor}: rows travel twice each way then, and sums would begin between these: use "
-                "another dispatch with expert_tensor 1, or sums 'priority'"
-            )
-        if dispatch not in ("all_to_all", "two_level") and self.activations == "float8_permutation":
-            raise UserError(
-                "communication.activations is 'float8_permutation', which is about all-to-alls, and parallel.dispatch "
-                f"is {dispatch}, which has none or may have none: use dispatch all_to_all, or another value"
-            )
-        if dispatch == "two_level" and (self.packing or self.pipeline_experts):
-            raise UserError(
-                "parallel.dispatch is 'two_level', whose rows travel twice between fixed ranks: set "
-                "communication.packing and pipeline_experts to false, or use dispatch all_to_all"
-            )
-        if dispatch == "auto" and self.packing:
-            raise UserError(
-                "communication.packing is true and parallel.dispatch is auto, which measures anew whenever other ranks "
-                "share the experts: use dispatch all_to_all or gather_scatter"
-            )
-
     @property
     def node_ranks(self) -> int:
         """Ranks of a node."""
@@ -426,3 +404,23 @@ class OverlapConfig:
             )
         if self.schedule and self.search:
             raise UserError(f"schedule is {self.schedule} and search is true: give one of them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """`folder`: of checkpoints, metrics and token ids. Every how many steps: `log_every`, `checkpoint_every`,
+    `evaluate_every` (0: at the end only). `keep`: checkpoints that stay. `save_beside`: a checkpoint is written beside
+    the steps that follow it, from a copy in host memory; not with `memory.offload`. `evaluate_sequences`: how many
+    of the held-out text are looked at, evenly spread over it (0: all). `keep_best`: every evaluation is saved, and
+    the checkpoint of the lowest held-out loss stays beside the newest. `wandb`: a project of Weights & Biases that
+    gets the metrics too (empty: none)."""
+
+    folder: Text
+    log_every: Count = 10
+    checkpoint_every: CountFromZero = 100
+    keep: Count = 2
+    save_beside: Flag = True
+    evaluate_every: CountFromZero = 0
+    evaluate_sequences: CountFromZero = 64
+    keep_best: Flag = False
+    wandb: str = ""

@@ -33,7 +33,7 @@ import torch
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.logging import get_logger
-from antiphon.base.sharing import split_evenly
+from antiphon.base.split_evenly import split_evenly
 from antiphon.base.system import replace_text
 from antiphon.base.units import format_seconds
 from antiphon.comm.collectives import AllGather, barrier, run
@@ -262,7 +262,7 @@ def _possible(config: TrainConfig, mesh: Mesh) -> tuple[Way, ...]:
     """The ways that this run may take."""
     parallel, communication = config.parallel, config.communication
     whole = parallel.expert_tensor == 1 and parallel.deduplicate and not config.overlap.inside
-    whole = whole and communication.sums != "between"  # see `check_dispatch`
+    whole = whole and communication.sums != "between"  # see `TrainConfig`
     if whole and not communication.pipeline_experts and expert_levels(mesh.sizes, communication):
         return WAYS
     return WAYS[:2]

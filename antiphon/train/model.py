@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from antiphon.base.sharing import split_evenly
+from antiphon.base.split_evenly import split_evenly
 from antiphon.comm.dispatch import AllToAllWay, Dispatcher, GatherScatter, Way, two_level_ways
 from antiphon.comm.float8 import RowFormat
 from antiphon.comm.m2n.tile_links import TileLinks

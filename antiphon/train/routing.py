@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from antiphon.base.sharing import split_evenly
+from antiphon.base.split_evenly import split_evenly
 from antiphon.comm.collectives import AllGather, AllReduce, Pending, gather_sizes, run, start
 from antiphon.comm.mesh import Group
 from antiphon.kernels.ops import differentiable

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from antiphon.base.sharing import split_evenly
+from antiphon.base.split_evenly import split_evenly
 from antiphon.comm.collectives import AllReduce, run
 from antiphon.comm.dispatch import Dispatcher
 from antiphon.comm.mesh import Mesh

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from antiphon.base.sharing import split_evenly
+from antiphon.base.split_evenly import split_evenly
 from antiphon.comm.collectives import AllGather, AllReduce, AllToAll, Collective, MovesRows, ReduceScatter, moving, run
 from antiphon.comm.float8 import Float8Rows
 from antiphon.comm.mesh import Group

@@ -35,7 +35,7 @@ from typing import Any
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.base.sharing import split_evenly
+from antiphon.base.split_evenly import split_evenly
 from antiphon.base.units import format_seconds
 from antiphon.comm.collectives import barrier
 from antiphon.comm.ledger import Ledger

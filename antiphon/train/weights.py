@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from antiphon.base.sharing import split_evenly
+from antiphon.base.split_evenly import split_evenly
 from antiphon.comm.mesh import Sizes
 from antiphon.kernels.ops.products import Products
 from antiphon.models.config import tensor_names

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from antiphon.base.errors import UserError
-from antiphon.base.sharing import split_evenly
+from antiphon.base.split_evenly import split_evenly
 from antiphon.comm.dispatch import AllToAllWay, Dispatcher, GatherScatter, Way
 from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.cost.exchange import expected_distinct

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.base.sharing import split_evenly
+from antiphon.base.split_evenly import split_evenly
 from antiphon.comm.collectives import AllGather, MovesRows, ReduceScatter, run
 from antiphon.comm.dispatch import AllToAllWay, Dispatcher, GatherScatter, Way
 from antiphon.comm.float8 import (

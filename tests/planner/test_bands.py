@@ -63,7 +63,7 @@ def test_overlap_is_never_slower_than_serial_at_equal_batch() -> None:
     serial = replace(overlapped, limits=replace(overlapped.limits, overlapped=False))
     candidates = evaluate_phase(serial, ("dp_ep", "hybrid", "tp_pp")).candidates
     for batch in (1, 7, 64, 300):
-        at_batch = candidates.with_batch(np.full(len(candidates), batch))
+        at_batch = candidates.having(batch=np.full(len(candidates), batch))
         with_it, without = (step_times(each, at_batch).step_s for each in (overlapped, serial))
         assert np.all(with_it <= without * (1 + 1e-12))
 
@@ -72,7 +72,7 @@ def test_a_slower_wire_never_makes_wide_expert_parallelism_better() -> None:
     slow, fast = setting_of(node_scale_out_bytes_per_s=1e11), setting_of(node_scale_out_bytes_per_s=4e11)
     candidates = evaluate_phase(fast, ("dp_ep",)).candidates
     wide = candidates.take(candidates.expert_ep == 32)
-    wide = wide.with_batch(np.full(len(wide), 64))
+    wide = wide.having(batch=np.full(len(wide), 64))
     assert len(wide)
     assert np.all(step_times(slow, wide).step_s >= step_times(fast, wide).step_s)
 

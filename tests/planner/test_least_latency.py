@@ -32,7 +32,7 @@ def test_no_batch_that_takes_the_rate_is_faster(phase: PhaseName, objective: Obj
     if phase == "serve":
         candidates = candidates.having(step_tokens=np.full(len(few), 2048))
     found = least_latency(where, candidates, limits, instances)
-    every = [outcome_at(where, candidates.with_batch(np.minimum(batch, limits)), instances) for batch in range(1, 97)]
+    every = [outcome_at(where, candidates.having(batch=np.minimum(batch, limits)), instances) for batch in range(1, 97)]
     times = np.array([np.where(one.why_not == 0, one.tpot_s, np.inf) for one in every])
     best = times.min(axis=0)
     assert np.isfinite(best).any(), "some candidate takes the rate"

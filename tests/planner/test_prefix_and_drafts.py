@@ -27,7 +27,7 @@ def setting_of(workload: WorkloadSpec, phase: PhaseName) -> Setting:
 def at(workload: WorkloadSpec, phase: PhaseName, batch: int) -> Outcome:
     setting = setting_of(workload, phase)
     one = evaluate_phase(setting_of(PLAIN, phase), ("tp_pp",)).candidates.take(np.array([0]))
-    return outcome_at(setting, one.with_batch(np.array([batch])), np.array([1]))
+    return outcome_at(setting, one.having(batch=np.array([batch])), np.array([1]))
 
 
 def test_tokens_of_a_step() -> None:

@@ -68,7 +68,7 @@ def best_disaggregated_by_brute_force(where: Setting) -> float:
                         batches = np.arange(1, int(batch_limits(where, one)[0]) + 1)
                         if not batches.size:
                             continue
-                        tried = one.take(np.zeros(batches.size, dtype=np.int64)).with_batch(batches)
+                        tried = one.take(np.zeros(batches.size, dtype=np.int64)).having(batch=batches)
                         step_s = step_times(where, tried).step_s
                         rates = tried.instance_batch / step_s / (tp_a * dp + tp_e * workers)
                         kept = rates[step_s <= (np.inf if target_s is None else target_s)]
@@ -99,7 +99,7 @@ def test_a_batch_is_the_largest_that_keeps_the_promise() -> None:
     kept = np.flatnonzero(table.feasible)
     assert (table.outcome.tpot_s[kept] <= 0.06).all()
     chosen = table.candidates.take(kept)
-    one_more = chosen.with_batch(table.outcome.batch[kept] + 1)
+    one_more = chosen.having(batch=table.outcome.batch[kept] + 1)
     at_limit = table.outcome.batch[kept] == batch_limits(where, chosen)
     assert 0 < at_limit.sum() < at_limit.size
     assert (step_times(where, one_more).step_s[~at_limit] > 0.06).all()

@@ -9,6 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from antiphon.base.errors import shortened
+from antiphon.serve.api.input_limits import InputLimits, input_limits
 from antiphon.serve.api.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -16,7 +17,7 @@ from antiphon.serve.api.requests import (
     TokenizeRequest,
 )
 from antiphon.serve.api.server import create_app
-from antiphon.serve.api.settings import InputLimits, ServerSettings, input_limits
+from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.text.tokenizer import TextTokenizer
 from tests.serve.api_harness import Live, fake_engine, live, small_tokenizer
 from tests.serve.test_api_errors import HELLO, error_of

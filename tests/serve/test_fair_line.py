@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from antiphon.base.sharing import FairLine
+from antiphon.base.fair_line import FairLine
 from antiphon.serve.engine_api import QueueFull
 from antiphon.serve.text.text_process import CompileTemplate, TextConfigure
 from antiphon.serve.text.text_queue import TextLimits, TextQueue, TextRequest, WaitingBytes

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from antiphon.base.sharing import FairLine
+from antiphon.base.fair_line import FairLine
 from antiphon.serve.mask_pool import MaskJob, MaskPool
 from tests.waiting import wait_until
 

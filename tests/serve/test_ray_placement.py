@@ -248,7 +248,7 @@ def test_a_worker_waits_until_a_node_has_room() -> None:
 def test_a_worker_that_never_starts_ends_the_start_with_its_last_words() -> None:
     cluster = PretendedCluster({"a": 1, "b": 1})
     with place(cluster) as placement:
-        for attempt in range(ray_placement._MAX_FAILURES):
+        for attempt in range(ray_placement._MAX_FAILED_STARTS):
             placement.check()
             wait_until(lambda due=attempt: len(cluster.placed) == 2 + due, "tried again")
             cluster.placed[-1].end(1, "earlier", "no such model")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.serve.policy.request import Request, new_request
-from antiphon.serve.policy.suspects import MAX_FAILURES, Suspects
+from antiphon.serve.policy.suspects import MAX_FAILED_STEPS, Suspects
 from antiphon.specs.sampling import SamplingParams
 
 PROMPT = 8
@@ -63,7 +63,7 @@ class Trials:
             self.num_renewals += 1
         if verdict == "guilty":
             (request,) = running
-            assert request.num_failures >= MAX_FAILURES
+            assert request.num_failures >= MAX_FAILED_STEPS
             self.guilty.append(request)
             self.requests.remove(request)
             self.suspects.clear(request)
@@ -92,7 +92,7 @@ def test_a_request_that_always_fails_alone_is_guilty_at_the_third_failure() -> N
     trials = Trials([request], lambda _: True)
     trials.finish()
     assert trials.guilty == [request]
-    assert trials.num_failures == MAX_FAILURES
+    assert trials.num_failures == MAX_FAILED_STEPS
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 64, 256])

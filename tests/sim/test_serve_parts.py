@@ -130,7 +130,7 @@ def test_tables_hold_the_planners_costs(phase: object) -> None:
     tables = step_tables(one_setting, one, most_rows=500, most_context=1000)
     context = one_setting.lengths.context
     for rows in (1, 5, 64, 333):
-        at_rows = one.with_batch(np.array([rows]))
+        at_rows = one.having(batch=np.array([rows]))
         planned = attention_alone(one_setting, at_rows, 0, step_rows(one_setting, at_rows)).moe_layer.at(0).total_s
         assert tables.moe.rows(rows) + tables.moe.decode_s(rows, rows * context) == pytest.approx(planned, rel=0.03)
     assert tables.moe.chunk_s(64, 0) > 0

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from antiphon.base.sharing import split_evenly
+from antiphon.base.split_evenly import split_evenly
 from antiphon.comm.collectives import run
 from antiphon.comm.dispatch import AllToAllWay, Dispatcher
 from antiphon.comm.mesh import Mesh, Sizes, connect

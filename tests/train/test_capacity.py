@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from antiphon.base.errors import UserError
-from antiphon.base.sharing import split_evenly
+from antiphon.base.split_evenly import split_evenly
 from antiphon.comm.ledger import Ledger
 from antiphon.comm.mesh import Group, Sizes, connect
 from antiphon.models.config import model_spec

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.base.sharing import split_evenly
+from antiphon.base.split_evenly import split_evenly
 from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.cost.network import CollectiveName, collective_bytes
 from antiphon.kernels.ops.products import Products

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from antiphon.base.errors import UserError
-from antiphon.base.sharing import split_evenly
+from antiphon.base.split_evenly import split_evenly
 from antiphon.cost.memory import attention_matrices, elements_of, gated_matrices, share_of
 from antiphon.cost.parts import Number
 from antiphon.cost.training.setup import TrainingSetup

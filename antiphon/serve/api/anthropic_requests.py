@@ -24,8 +24,8 @@ from antiphon.serve.api.chat_messages import (
 )
 from antiphon.serve.api.errors import bad_request, in_client_words
 from antiphon.serve.api.guard.body import validate
+from antiphon.serve.api.input_limits import InputLimits
 from antiphon.serve.api.requests import ChatCompletionRequest, Count, StopField
-from antiphon.serve.api.settings import InputLimits
 from antiphon.serve.text.text_service import thinking_switches
 
 _BLOCKS = {

@@ -16,7 +16,7 @@ from antiphon.serve.api.anthropic_requests import CountTokensRequest, MessagesRe
 from antiphon.serve.api.completions import submit_chat
 from antiphon.serve.api.context import client_of, context_of
 from antiphon.serve.api.errors import ApiError, bad_request, in_client_words
-from antiphon.serve.api.generation import Generation, generation_for
+from antiphon.serve.api.generation import Generation, open_generation
 from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.openapi_answers import AnthropicErrorResponse, described
 from antiphon.serve.api.parameters import can_end_reasoning
@@ -121,7 +121,7 @@ async def create_message(request: Request) -> Response:
         )
     settable = settable_variables(await context.texts.template_names())
     chat, names = as_chat(body, settable, context.limits, ends_thinking=can_end_reasoning(context))
-    async with generation_for(context, chat, "msg") as generation:
+    async with open_generation(context, chat, "msg") as generation:
         with in_client_words(names):
             await submit_chat(context, client_of(request), [chat], generation)
         events = MessageEvents(generation, context.model_name, max_tokens=body.max_tokens)

@@ -5,7 +5,7 @@ logprobs of its tokens wait with it. Logprobs cover every generated token, the e
 text count on it); text holds the stop string, the stop token and special tokens only when the request asks for them.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice, repeat
 
@@ -79,7 +79,6 @@ class ChoiceText:
     def __init__(
         self,
         *,
-        submit: Callable[[], AsyncIterator[EngineOutput]],
         clock: RequestClock,
         index: int,
         prompt: TokenizedPrompt,
@@ -91,8 +90,7 @@ class ChoiceText:
         reader: AnswerReader | None = None,
         shows_reasoning: bool = True,
     ) -> None:
-        """`submit` queues it, at last. `reader`: finds reasoning and calls of tools, which are then no part of the
-        text."""
+        """`reader`: finds reasoning and calls of tools, which are then no part of the text."""
         self.clock = clock
         self.is_in_line = True
         self.ended_by_engine = False
@@ -119,7 +117,6 @@ class ChoiceText:
         self._pending_ids: list[int] = []
         self._pending_prompt_logprobs: PromptLogprobs | None = None
         self._pending_prompt_ids = prompt.token_ids if self._reports_ids else None
-        self.iterator = submit()
 
     def consume(self, output: EngineOutput) -> ChoiceDelta | None:
         """Take one engine output; None when nothing can be said yet. After a stop string `finished` is set although

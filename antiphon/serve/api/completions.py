@@ -21,7 +21,7 @@ from antiphon.serve.api.answer_json import (
 from antiphon.serve.api.choice import ChoiceDelta, TokenizedPrompt
 from antiphon.serve.api.context import ApiContext, client_of, context_of
 from antiphon.serve.api.errors import ApiError, bad_request
-from antiphon.serve.api.generation import Generation, generation_for
+from antiphon.serve.api.generation import Generation, open_generation
 from antiphon.serve.api.guard.body import read_any_request, read_request
 from antiphon.serve.api.openapi_answers import ChatCompletionResponse, CompletionResponse, described
 from antiphon.serve.api.parameters import (
@@ -134,7 +134,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 async def answer_chat(context: ApiContext, request: Request, body: ChatCompletionRequest) -> Response:
     """The response to a request that was read."""
-    async with generation_for(context, body, "chatcmpl") as generation:
+    async with open_generation(context, body, "chatcmpl") as generation:
         await submit_chat(context, client_of(request), [body], generation)
         echoed = text_of(body.messages[-1].content) if body.echo else ""
         return await respond(context, request, generation, _shape(context, body, echoed=echoed), body)
@@ -151,7 +151,7 @@ async def create_chat_batch(request: Request) -> Response:
     if body.echo:
         raise bad_request("echo is for single conversations: leave it out", param="echo")
     chats = body.conversations()
-    async with generation_for(context, body, "chatcmpl") as generation:
+    async with open_generation(context, body, "chatcmpl") as generation:
         await submit_chat(context, client_of(request), chats, generation)
         shape = _shape(context, body, prompt_ids_beside_choices=False)
         return await respond(context, request, generation, shape, body)
@@ -169,7 +169,7 @@ async def create_completion(request: Request) -> Response:
 
 async def answer_completion(context: ApiContext, request: Request, body: CompletionRequest) -> Response:
     """The response to a request that was read."""
-    async with generation_for(context, body, "cmpl") as generation:
+    async with open_generation(context, body, "cmpl") as generation:
         check_request(context, body, len(split_prompts(body.prompt)))
         prompts = await completion_prompts(context, client_of(request), body)
         grammar = await compile_grammar(context, body, client_of(request))

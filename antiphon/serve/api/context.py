@@ -19,8 +19,9 @@ from antiphon.base.system import MemoryTrimmer
 from antiphon.serve.api.answer_json import TokenJson, encode_json
 from antiphon.serve.api.dashboard import Dashboard
 from antiphon.serve.api.errors import shutting_down, too_busy
+from antiphon.serve.api.input_limits import BodyMemory, input_limits
 from antiphon.serve.api.metrics import ServerMetrics
-from antiphon.serve.api.settings import BodyMemory, ServerSettings, input_limits
+from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.engine_api import AsyncEngine
 from antiphon.serve.text.dialects import dialect_of
 from antiphon.serve.text.structured import GrammarCompiler

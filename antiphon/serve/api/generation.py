@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from functools import partial
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
@@ -31,7 +30,7 @@ _MAX_WAITING = 64  # outputs of all answers; more wait where the engine puts the
 
 
 class Generation:
-    """The answers to one HTTP request, in order: prompt 0's n answers first. Made by `generation_for`."""
+    """The answers to one HTTP request, in order: prompt 0's n answers first. Made by `open_generation`."""
 
     def __init__(self, context: ApiContext, request_id: str) -> None:
         self.request_id = request_id
@@ -42,6 +41,7 @@ class Generation:
         self.pace = context.pace()
         self._context = context
         self._choices: list[ChoiceText] = []
+        self._engine_outputs: list[AsyncIterator[EngineOutput]] = []  # of each of them
         self._tasks: list[asyncio.Task[None]] = []
         self._is_open = True
         self._reads_reasoning = False
@@ -69,10 +69,7 @@ class Generation:
             for answer in range(self.num_answers):
                 async with self.pace:
                     index = len(self._choices)
-                    own_params = with_seed(prompt_params, request.seed, answer)
-                    engine_id = self._engine_id(index)
                     choice = ChoiceText(
-                        submit=partial(engine.submit, engine_id, prompt.token_ids, own_params, owner=self._owner),
                         clock=RequestClock(self._context.metrics, self._arrived_s),
                         index=index,
                         prompt=prompt,
@@ -84,6 +81,10 @@ class Generation:
                         reader=reading.reader() if reading is not None else None,
                         shows_reasoning=reading is None or reading.shows_reasoning,
                     )
+                    own_params = with_seed(prompt_params, request.seed, answer)
+                    engine_id = self._engine_id(index)
+                    outputs = engine.submit(engine_id, prompt.token_ids, own_params, owner=self._owner)
+                    self._engine_outputs.append(outputs)  # last: what fails before leaves nothing in the engine
                     self._choices.append(choice)
                     self._context.num_in_line += 1
 
@@ -137,7 +138,7 @@ class Generation:
         """The engine's outputs, the last with a finish reason, whatever the engine does."""
         request_id = self._engine_id(choice.index)
         try:
-            async for output in choice.iterator:
+            async for output in self._engine_outputs[choice.index]:
                 self._leave_line(choice)
                 choice.ended_by_engine = output.finish_reason is not None
                 choice.clock.tokens_arrived(len(output.token_ids))
@@ -159,7 +160,7 @@ class Generation:
         if not choice.ended_by_engine:
             self._context.engine.abort(self._engine_id(choice.index))
             choice.ended_by_engine = True
-        aclose = getattr(choice.iterator, "aclose", None)
+        aclose = getattr(self._engine_outputs[choice.index], "aclose", None)
         if aclose is not None:
             await aclose()
 
@@ -216,7 +217,7 @@ class Generation:
 
 
 @asynccontextmanager
-async def generation_for(context: ApiContext, request: GenerationRequest, prefix: str) -> AsyncIterator[Generation]:
+async def open_generation(context: ApiContext, request: GenerationRequest, prefix: str) -> AsyncIterator[Generation]:
     """A generation, which has a place among the running requests until its `close`; `ApiError` 429 or 503 when there is
     none. `prefix` begins its id. A response that the caller returns closes it; only what goes wrong before is closed
     here."""

@@ -26,6 +26,7 @@ from antiphon.serve.api.chat_messages import (
 )
 from antiphon.serve.api.errors import bad_request, in_client_words
 from antiphon.serve.api.guard.body import validate
+from antiphon.serve.api.input_limits import InputLimits
 from antiphon.serve.api.requests import (
     ChatCompletionRequest,
     Count,
@@ -37,7 +38,6 @@ from antiphon.serve.api.requests import (
     PositiveCount,
     StopField,
 )
-from antiphon.serve.api.settings import InputLimits
 from antiphon.serve.text.text_service import thinking_switches
 
 _REASONING_MARK = "antiphon:"

@@ -21,7 +21,7 @@ from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.completions import submit_chat
 from antiphon.serve.api.context import ApiContext, StoredResponse, client_of, context_of
 from antiphon.serve.api.errors import ApiError, bad_request, in_client_words
-from antiphon.serve.api.generation import Generation, generation_for
+from antiphon.serve.api.generation import Generation, open_generation
 from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.openai_responses_requests import ResponsesRequest, as_chat, encrypted_content, flat_name
 from antiphon.serve.api.openapi_answers import described, described_errors, described_path
@@ -278,7 +278,7 @@ async def create_response(request: Request) -> Response:
     if body.background and body.stream:
         raise bad_request("background answers are not streamed: leave out stream or background", param="background")
     chat, messages, names = await _chat(context, client, body)
-    async with generation_for(context, chat, "resp") as generation:
+    async with open_generation(context, chat, "resp") as generation:
         with in_client_words(names):
             await _submit(context, client, chat, generation, truncates=body.truncation == "auto")
         events = ResponseEvents(context, generation, body, chat, client, messages)

@@ -11,11 +11,11 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from antiphon.serve.api.chat_messages import Message, RequestModel, TemplateOptions, ToolChoice
+from antiphon.serve.api.input_limits import MAX_STOP_CHARACTERS
 
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 _MAX_SHOWN = 8
-_MAX_STOP_CHARACTERS = 1024
 
 Prompt = str | list[str] | list[int] | list[list[int]]
 
@@ -50,7 +50,7 @@ def split_prompts(prompt: Prompt) -> list[str | list[int]]:
 
 def _check_stop(value: object) -> list[str]:
     texts = [value] if isinstance(value, str) else value
-    most = _MAX_STOP_CHARACTERS
+    most = MAX_STOP_CHARACTERS
     if isinstance(texts, list) and all(isinstance(text, str) and 0 < len(text) <= most for text in texts):
         return texts
     words = "it must be a text or a list of texts, each of 1 to {most} characters"
@@ -95,8 +95,8 @@ StopField = Annotated[
     WithJsonSchema(
         {
             "anyOf": [
-                {"type": "string", "minLength": 1, "maxLength": _MAX_STOP_CHARACTERS},
-                {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": _MAX_STOP_CHARACTERS}},
+                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS},
+                {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}},
             ]
         }
     ),

@@ -7,7 +7,8 @@ the workers' restart budget is used up, and take the server with it. So failures
 2. Requests that fail again before they are past the point where they failed are suspects. They run without others, in
    two halves, one after the other.
 3. A half that fails again is halved again. A request that gets past the point is cleared.
-4. A request that fails alone, and for the `MAX_FAILURES`th time or later, is guilty: the engine ends it with an error.
+4. A request that fails alone, and for the `MAX_FAILED_STEPS`th time or later, is guilty: the engine ends it with an
+   error.
 5. What a worker *reports* as an error may be its own condition (a device that no longer works) and not the request's
    doing. Before a report convicts, the request is tried once on a fresh worker. A death is followed by one anyway.
 
@@ -23,7 +24,7 @@ from typing import Literal
 
 from antiphon.serve.policy.request import Request
 
-MAX_FAILURES = 3
+MAX_FAILED_STEPS = 3
 _SUSPECT_AFTER = 2
 
 
@@ -70,7 +71,7 @@ class Suspects:
         if reported and not request.was_on_fresh_worker:
             request.was_on_fresh_worker = True
             return "renew"
-        return "guilty" if request.num_failures >= MAX_FAILURES else "search"
+        return "guilty" if request.num_failures >= MAX_FAILED_STEPS else "search"
 
     def _group(self, requests: Sequence[Request]) -> None:
         """Make a group of these, taken out of their earlier ones."""

@@ -24,8 +24,8 @@ from typing import IO, Any
 import msgspec
 
 from antiphon.base.errors import UserError, with_fix
+from antiphon.base.fair_line import FairLine
 from antiphon.base.logging import get_logger
-from antiphon.base.sharing import FairLine
 from antiphon.base.system import python_module
 from antiphon.serve.engine_api import SHUTTING_DOWN, QueueFull, ShuttingDown
 from antiphon.serve.text.grammar_trial import MEMORY_LIMIT_BYTES, TrialEnd, TrialVerdict

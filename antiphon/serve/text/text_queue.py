@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 import psutil
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError, with_fix
+from antiphon.base.fair_line import FairLine
 from antiphon.base.logging import Occasional, get_logger
-from antiphon.base.sharing import FairLine
 from antiphon.base.system import ending_signals_blocked, python_module, signal_name
 from antiphon.base.units import format_bytes
 from antiphon.serve.engine_api import SHUTTING_DOWN, NoRoom, QueueFull, ShuttingDown

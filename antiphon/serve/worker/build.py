@@ -11,7 +11,7 @@ import torch
 from antiphon import _native
 from antiphon.base.errors import CheckpointError, UserError
 from antiphon.base.logging import get_logger
-from antiphon.base.sharing import split_evenly
+from antiphon.base.split_evenly import split_evenly
 from antiphon.comm.gloo_exchange import GlooAttentionExchange, GlooExpertExchange
 from antiphon.comm.m2n.api import AttentionExchange, CopyingExchange, ExpertExchange
 from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange

@@ -22,8 +22,8 @@ from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import ApiError, bad_request
 from antiphon.serve.api.guard.harmless import HARMLESS
 from antiphon.serve.api.guard.middlewares import request_id_of
+from antiphon.serve.api.input_limits import InputLimits
 from antiphon.serve.api.requests import AnyRequest
-from antiphon.serve.api.settings import InputLimits
 from antiphon.specs.checked import TYPE_NAMES, describe, first_mistake
 
 _Model = TypeVar("_Model", bound=BaseModel)

@@ -1,7 +1,7 @@
-"""How a number of things is shared out evenly, and how owners take turns.
+"""A waiting line in which owners take turns.
 
-`FairLine` rejected: one line in order of arrival, where the first to ask for much delays all others; one line by size
-for all, which a client that cuts its work into small requests would own.
+Rejected: one line in order of arrival, where the first to ask for much delays all others; one line by size for all,
+which a client that cuts its work into small requests would own.
 """
 
 import heapq
@@ -11,13 +11,6 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 _Item = TypeVar("_Item")
-
-
-def split_evenly(total: int, parts: int) -> list[tuple[int, int]]:
-    """Contiguous ranges [first, last) of `total` whose lengths differ by at most one, the longer first."""
-    size, more = divmod(total, parts)
-    starts = [index * size + min(index, more) for index in range(parts + 1)]
-    return list(itertools.pairwise(starts))
 
 
 class FairLine(Generic[_Item]):
