@@ -28,7 +28,7 @@ from antiphon.base.allowance import share_of_threads
 from antiphon.base.errors import CheckpointError, ResourceError, UserError, why_unwritten
 from antiphon.base.logging import get_logger
 from antiphon.base.progress import progress
-from antiphon.base.system import keep_freed_memory
+from antiphon.base.system import keep_freed_memory, raise_limit
 from antiphon.base.units import format_bytes
 from antiphon.cli import options
 from antiphon.cli.output import (
@@ -216,6 +216,7 @@ def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], int]) -> int
     process, which has imported all that they need and computed nothing, and share its cores. What can be checked is
     checked first, and the token ids are written. Returns the exit code."""
     options.check_count("--nproc", ranks, MOST_RANKS)
+    raise_limit()
     spec = load_model_spec(Path(config.model.path))
     plan_options(spec, config, sizes_of(config, spec, ranks))
     lock = OutputLock(Path(config.output.folder))

@@ -81,8 +81,9 @@ class Saver:
         is_live = not self._save_beside and self._device.type == HOST.type  # from a GPU all goes by way of host memory
         written = {name: boxes.written_ones() if is_live else boxes.copy() for name, boxes in stored.items()}
         settle(self._device)
-        self._thread = threading.Thread(target=self._try, args=(written, state), name="checkpoint", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._try, args=(written, state), name="checkpoint", daemon=True)
+        thread.start()
+        self._thread = thread  # one that could not be started is not waited for
         if not self._save_beside:
             self.close()
 

@@ -458,6 +458,19 @@ def test_the_exit_code_says_how_it_ended(tmp_path: Path, number: str, code: int)
     assert "after step 4: the same command goes on" in ended.stdout
 
 
+def test_a_save_that_cannot_begin_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That its thread was never started came in the place of why."""
+
+    def full(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    trainer = Trainer(
+        prepare(config_of(tmp_path)), on_step=lambda _: monkeypatch.setattr(threading.Thread, "start", full)
+    )
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        trainer.run()
+
+
 def test_a_second_signal_ends_at_once_and_what_is_saved_is_whole(tmp_path: Path) -> None:
     ended = signalled(write_run(tmp_path), "[signal.SIGTERM] * 2")
     assert ended.returncode == -15, ended.stderr
