@@ -121,6 +121,11 @@ def with_fix(message: str) -> str:
     return message
 
 
+def why_unwritten(words: str) -> str:
+    """The system's `words` for what it did not write, with the limit behind them where that is not the disk's room."""
+    return words if os.strerror(errno.ENOSPC) in words else with_fix(words)
+
+
 def native_error(code: str, message: str, peers: list[str], reason: str) -> Exception:
     """The exception for an error of the native communication library (`csrc/m2n/types.h`)."""
     message, reason = with_fix(message), with_fix(reason)

@@ -25,10 +25,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from antiphon.base.allowance import share_of_threads
-from antiphon.base.errors import CheckpointError, ResourceError, UserError
+from antiphon.base.errors import CheckpointError, ResourceError, UserError, why_unwritten
 from antiphon.base.logging import get_logger
 from antiphon.base.progress import progress
-from antiphon.base.system import keep_freed_memory
+from antiphon.base.system import keep_freed_memory, raise_limit
 from antiphon.base.units import format_bytes
 from antiphon.cli import options
 from antiphon.cli.output import (
@@ -54,7 +54,7 @@ from antiphon.train.checkpoint_parts import StoredParameters
 from antiphon.train.config import TrainConfig, read_config
 from antiphon.train.encoder import load_tokenizer
 from antiphon.train.further_token import FURTHER_LAYERS
-from antiphon.train.hugging_face import FLOAT8
+from antiphon.train.hugging_face import FLOAT8, files_beside
 from antiphon.train.hugging_face import export as write_export
 from antiphon.train.planned_run import planned_config
 from antiphon.train.ranks import leave, outlives_terminal, rank, sizes_of, world_size
@@ -144,8 +144,9 @@ def _room(config: TrainConfig) -> Iterator[None]:
         is_output = Path(str(error.filename)).is_relative_to(config.output.folder)
         if not (error.errno in NO_ROOM or is_output) or isinstance(error, OutputError):
             raise
+        why = why_unwritten(error.strerror or "")
         raise CheckpointError(
-            f"{error.filename or config.output.folder}: cannot be written ({error.strerror}): make room, or change "
+            f"{error.filename or config.output.folder}: cannot be written ({why}): make room, or change "
             "output.folder; the same command goes on from what is there"
         ) from error
 
@@ -215,6 +216,7 @@ def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], int]) -> int
     process, which has imported all that they need and computed nothing, and share its cores. What can be checked is
     checked first, and the token ids are written. Returns the exit code."""
     options.check_count("--nproc", ranks, MOST_RANKS)
+    raise_limit()
     spec = load_model_spec(Path(config.model.path))
     plan_options(spec, config, sizes_of(config, spec, ranks))
     lock = OutputLock(Path(config.output.folder))
@@ -370,14 +372,13 @@ def export(
         raise CheckpointError(f"{source}/{changed} is not what was written: it is damaged, take another checkpoint")
     config = checkpoints.config_in(facts, source)
     spec = model_spec(facts["model_config"])
-    tokenizer = tokenizer_of(config)
-    beside = tokenizer if tokenizer.is_dir() else tokenizer.parent
     left = f"; what is in {folder} is not whole, remove it"
     with progress("exporting", format_amount=format_bytes) as report, writing(folder, left):
         further_is_trained = config.loss.mtp > 0
         stored = StoredParameters(source, spec, further=further_is_trained)
         written_as = FLOAT8 if dtype == "fp8" else getattr(torch, dtype)
         further = None if further_is_trained else _further_from(config, facts)
+        beside = files_beside(tokenizer_of(config), Path(config.model.path))
         num_bytes = write_export(stored, folder, facts["model_config"], beside, written_as, report, further)
     emit_json(json, {"folder": folder, "bytes": num_bytes, "step": facts["state"].step})
     show(f"{folder}: step {facts['state'].step:,}, {format_bytes(num_bytes)}, {dtype}", json=json)

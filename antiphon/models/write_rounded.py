@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from antiphon.base.errors import CheckpointError, ResourceError, UserError
+from antiphon.base.errors import CheckpointError, ResourceError, UserError, why_unwritten
 from antiphon.base.system import one_writer, replace_text
 from antiphon.kernels.api import KernelBackend
 from antiphon.kernels.quantized import QuantizedWeight
@@ -117,7 +117,8 @@ def writing(folder: Path, advice: str) -> Iterator[None]:
     that ends with `advice`."""
 
     def refused(reason: str) -> ResourceError:
-        return ResourceError(f"{folder} cannot be written ({reason}): make room, or give another folder{advice}")
+        why = why_unwritten(reason)
+        return ResourceError(f"{folder} cannot be written ({why}): make room, or give another folder{advice}")
 
     try:
         with one_writer(folder, "another run writes it: wait for it, or give another folder"):

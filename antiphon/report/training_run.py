@@ -76,8 +76,8 @@ class RunRecord:
         return [row for row in self.steps if row["step"] >= first] or self.steps
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
-        """(steps, values) of a metric that is a number."""
-        rows = [row for row in self.steps if name in row]
+        """(steps, values) of a metric that is a number, where it was finite."""
+        rows = [row for row in self.steps if row.get(name) is not None]
         return [row["step"] for row in rows], [row[name] for row in rows]
 
     def mean(self, name: str) -> dict[str, float]:
@@ -111,7 +111,7 @@ def read_run(folder: Path) -> RunRecord:
             record.ranks.append((row["step"], row["num_ranks"]))
         if "alarm" in row:
             record.alarms.append((row["step"], row["alarm"]))
-        elif "held_out_loss" in row:
+        elif row.get("held_out_loss") is not None:
             record.held_out.append((row["step"], row["held_out_loss"]))
         else:
             record.steps.append(row)
@@ -175,12 +175,12 @@ def _compared_and_alarms(record: RunRecord) -> list[Piece]:
 
 
 def _headline(record: RunRecord) -> str:
-    if not record.steps:
+    steps, losses = record.curve("loss")
+    if not steps:
         return "No step was logged"
-    first, last = record.steps[0], record.steps[-1]
     held_out = f", held out {record.held_out[-1][1]:.3f}" if record.held_out else ""
     alarms = f"; {plural(len(record.alarms), 'alarm')}" if record.alarms else ""
-    return f"Loss {first['loss']:.3f} → {last['loss']:.3f} nats a token at step {last['step'] + 1:,}{held_out}{alarms}"
+    return f"Loss {losses[0]:.3f} → {losses[-1]:.3f} nats a token at step {steps[-1] + 1:,}{held_out}{alarms}"
 
 
 def _cards(record: RunRecord) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ and how far, with a digest of each file. All ranks have to see one folder, and t
 import errno
 import hashlib
 import json
+import math
 import re
 import shutil
 import time
@@ -68,7 +69,7 @@ def find_checkpoints(folder: Path) -> list[Path]:
 def best_checkpoint(folder: Path) -> Path | None:
     """The checkpoint in `folder` with the lowest held-out loss; None if none was evaluated."""
     losses = {path: facts.get("held_out_loss") for path, facts in readable(folder)}
-    evaluated = {path: float(loss) for path, loss in losses.items() if isinstance(loss, int | float)}
+    evaluated = {path: loss for path, loss in losses.items() if isinstance(loss, int | float) and math.isfinite(loss)}
     return min(evaluated, key=evaluated.__getitem__) if evaluated else None
 
 

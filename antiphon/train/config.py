@@ -256,8 +256,10 @@ def _absolute_paths(mapping: dict[str, Any], folder: Path) -> dict[str, Any]:
             raise UserError(f"{text!r} is no path: it holds a zero byte, take it out")
         try:
             text = Template(text).substitute(variables)
-        except (KeyError, ValueError) as error:
+        except KeyError as error:
             raise UserError(f"{text}: {error} is not set: set it, or write the path out") from error
+        except ValueError as error:
+            raise UserError(f"{text}: a $ begins the name of a variable: write $$ for the character") from error
         text, base = os.path.expanduser(text), folder  # noqa: PTH111  (`Path.expanduser` raises for unknown users)
         while text.startswith("../"):  # `folder` is resolved, so its parent is what `..` means
             text, base = text[3:].lstrip("/"), base.parent

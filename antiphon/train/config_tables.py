@@ -214,6 +214,7 @@ class WatchConfig:
 
 
 _WIDEST_BYTES = 8  # of a number: a chunk holds one at least
+_LONGEST_WAIT_S = 1e6  # eleven days; the system counts milliseconds in 31 bits
 
 
 @checked("")
@@ -281,7 +282,7 @@ class CommunicationConfig:
     partition: Flag = False
     pipeline_experts: Flag = False
     packing: Flag = False
-    timeout_s: Positive = 600.0
+    timeout_s: Annotated[Positive, Field(le=_LONGEST_WAIT_S)] = 600.0
     chunk_bytes: Annotated[Whole, Field(ge=_WIDEST_BYTES, le=MOST)] = DEFAULT_CHUNK_BYTES
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ import glob
 import gzip
 import io
 import json
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from antiphon.base.units import format_bytes
 from antiphon.train.config_tables import DataConfig, Kind, SourceConfig
 
 MOST_TEXT_BYTES = 16 << 20  # of one document of a text file
+_LINES = (".jsonl", ".ndjson")
 _TABLES = (".parquet", ".arrow")
 _COMPRESSED = (".gz", ".zst")
 _KEYS: dict[Kind, tuple[tuple[str, ...], tuple[str, ...]]] = {  # needed, read where they are there
@@ -36,25 +38,48 @@ def find_files(config: DataConfig | SourceConfig, made_by: str = "") -> list[Pat
     found: set[str] = set()
     for pattern in config.files:
         matches = [name for each in _names(pattern) for name in _files_of(Path(each))]
+        if not matches and _is_folder(pattern):
+            raise UserError(
+                f"data.files: {pattern} is a folder without .parquet and .arrow files: name what is in it, as in "
+                f"{pattern}/**/*.txt"
+            )
         if not matches:
             fix = f"make it first: {made_by}" if made_by else "check the path"
             raise UserError(f"data.files: {pattern} names no file: {fix}")
         found.update(matches)
     excluded = {name for pattern in config.exclude for name in _names(pattern)}
-    if not found - excluded:
+    folders = {Path(pattern) for pattern in config.exclude if _is_folder(pattern)}
+    left = [Path(name) for name in sorted(found - excluded)]
+    left = [path for path in left if folders.isdisjoint(path.parents)] if folders else left
+    if not left:
         raise UserError(f"data.exclude leaves none of {len(found)} files: remove a pattern")
-    return [Path(name) for name in sorted(found - excluded)]
+    return left
+
+
+def _is_folder(pattern: str) -> bool:
+    return os.path.isdir(pattern)  # noqa: PTH112  # of a name that is too long `Path` raises
 
 
 def _names(pattern: str) -> list[str]:
-    return glob.glob(pattern, recursive=True)  # noqa: PTH207  # absolute patterns: Path.glob refuses them
+    """What has this name, or matches it. A folder that is there is meant as it is named, brackets and all."""
+    path = Path(pattern)
+    if os.path.lexists(path):  # as above
+        return [pattern]
+    root = next(each for each in path.parents if _is_folder(str(each)))
+    matches = glob.glob(str(path.relative_to(root)), root_dir=root, recursive=True)  # noqa: PTH207  # links too
+    return [str(root / name) for name in matches]
 
 
 def _files_of(path: Path) -> list[str]:
     """A file, or the tables in a folder."""
     if path.is_file():
         return [str(path)]
-    return [str(each) for each in path.rglob("*") if each.suffix in _TABLES and each.is_file()]
+    return [str(each) for each in path.rglob("*") if _ending(each) in _TABLES and each.is_file()]
+
+
+def _ending(file: Path) -> str:
+    """What says how it is read."""
+    return file.suffix.lower()
 
 
 @dataclass(frozen=True)
@@ -70,13 +95,12 @@ class Document:
 
 def read_documents(file: Path, text_key: str, begin: int = 0, kind: Kind = "text") -> Iterator[Document]:
     """The documents of one file from place `begin` on; empty ones are passed over. `UserError` if it cannot be read."""
-    name = file.name.removesuffix(file.suffix) if file.suffix in _COMPRESSED else file.name
-    is_lines = Path(name).suffix == ".jsonl"
-    if kind != "text" and not is_lines and file.suffix not in _TABLES:
+    is_lines = _ending(file.with_suffix("") if _ending(file) in _COMPRESSED else file) in _LINES
+    if kind != "text" and not is_lines and _ending(file) not in _TABLES:
         raise UserError(f"{file}: data.kind is {kind!r}, which is read from .jsonl, .parquet and .arrow: convert it")
     if is_lines:
         documents = _json_lines(file, text_key, begin, kind)
-    elif file.suffix in _TABLES:
+    elif _ending(file) in _TABLES:
         documents = _table(file, text_key, begin, kind)
     else:
         documents = _text(file, begin)
@@ -88,7 +112,7 @@ def _opened(file: Path, begin: int) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """(bytes from place `begin` on, the file itself). `UserError` if it cannot be read."""
     try:
         with file.open("rb") as raw:
-            if file.suffix not in _COMPRESSED:
+            if _ending(file) not in _COMPRESSED:
                 raw.seek(begin)
                 yield raw, raw
                 return
@@ -102,7 +126,7 @@ def _opened(file: Path, begin: int) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def _decompressed(file: Path, raw: BinaryIO) -> BinaryIO:
-    if file.suffix == ".gz":
+    if _ending(file) == ".gz":
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     try:
         import pyarrow  # an optional dependency
@@ -138,14 +162,14 @@ def _letter_end(block: bytes) -> int:
 
 
 def _decode(file: Path, data: bytes, first_byte: int) -> str:
-    """`data` begins at `first_byte` of the text."""
+    """`data` begins at `first_byte` of the text, maybe with a mark of byte order."""
     zero = data.find(b"\0")
     if zero >= 0:
         raise UserError(
             f"{file}: holds a zero byte at byte {first_byte + zero:,}, so it is not text: exclude it (data.exclude)"
         )
     try:
-        return data.decode()
+        return data.decode("utf-8" if first_byte else "utf-8-sig")
     except UnicodeDecodeError as error:
         place = f"{error.reason} at byte {first_byte + error.start:,}"
         raise UserError(f"{file}: not UTF-8 text ({place}): convert or exclude it") from error
@@ -191,12 +215,12 @@ def _document(found: "str | dict[str, Any]", place: int, share: float) -> Docume
 
 
 def _of_record(record: Any, text_key: str, kind: Kind) -> "str | dict[str, Any] | None":
-    """The text of a record, or its keys of that kind; None if it has none."""
+    """The text of a record, empty for a null, or its keys of that kind; None if it has none."""
     if not isinstance(record, dict):
         return None
     if kind == "text":
-        text = record.get(text_key)
-        return text if isinstance(text, str) else None
+        text = record.get(text_key, 0)
+        return "" if text is None else text if isinstance(text, str) else None
     needed, others = _KEYS[kind]
     if any(record.get(key) is None for key in needed):
         return None
@@ -242,11 +266,11 @@ def _table(file: Path, text_key: str, begin: int, kind: Kind) -> Iterator[Docume
                     continue
                 if found is not None:
                     yield _document(found, place, min(1.0, place / max(1, num_rows)))
-                elif kind == "text" and record[text_key] is not None:
+                elif kind == "text":
                     raise UserError(_no_text(record, text_key, kind, f"{file}: row {place:,}"))
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        named = "a Parquet" if file.suffix == ".parquet" else "an Arrow"
+        named = "a Parquet" if _ending(file) == ".parquet" else "an Arrow"
         raise UserError(f"{file}: not {named} file that can be read ({reason}): exclude it (data.exclude)") from error
 
 
@@ -258,7 +282,7 @@ def _batches(
     import pyarrow
     from pyarrow import parquet
 
-    if file.suffix == ".parquet":
+    if _ending(file) == ".parquet":
         table = parquet.ParquetFile(file)
         columns, place = _columns(file, table.schema_arrow.names, needed, others), 0
         for group in range(table.num_row_groups):

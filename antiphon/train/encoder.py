@@ -175,14 +175,18 @@ EncodedDocument = tuple[Ids, np.ndarray[Any, np.dtype[np.bool_]], int]  # ids, w
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a folder with a `tokenizer.json`, or in that file."""
+    """The tokenizer in a folder with a `tokenizer.json`, or in that file. It neither cuts nor pads texts, which such a
+    file may ask for."""
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except BaseException as error:  # the library's own types are Exception and a panic, which is none
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise UserError(f"{file}: no tokenizer can be read ({error}): set data.tokenizer") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def ids_dtype(vocab_size: int) -> np.dtype[Any]:

@@ -79,15 +79,8 @@ _FLOAT8_CONFIG = {
 }
 _NEVER_ROUNDED = tuple(purpose for purpose in PLAIN_PURPOSES if purpose != "kv_up")  # a reader multiplies that one out
 _log = get_logger("train")
-_BESIDE_WEIGHTS = (
-    "tokenizer",
-    "special_tokens",
-    "vocab",
-    "merges",
-    "chat_template",
-    "generation_config",
-    "added_tokens",
-)
+_GENERATION = "generation_config.json"
+_OF_TOKENIZERS = ("tokenizer", "special_tokens", "vocab", "merges", "chat_template", _GENERATION, "added_tokens")
 
 
 def import_weights(model: MoeModel, folder: Path) -> None:
@@ -298,12 +291,12 @@ def export(
     source: Parameters,
     folder: Path,
     config: Mapping[str, Any],
-    beside: Path | None,
+    beside: Mapping[str, Path],
     dtype: torch.dtype,
     report: Callable[[float, float], None] = lambda done, total: None,
     begun_with: Path | None = None,
 ) -> int:
-    """Write weights as `dtype`, `config.json`, and the tokenizer's files from the folder `beside`; returns bytes. Holds
+    """Write weights as `dtype`, `config.json`, and copies of the files `beside`, by name; returns bytes. Holds
     a file's tensors at a time, and what is read for one of them. `dtype` float8_e4m3fn: matrices in blocks of 128 x 128
     with a scale each, all else in bfloat16; `UserError` where a family has none that stand alone. `begun_with`: the
     checkpoint whose layers for further tokens are copied; None: there are none.
@@ -341,9 +334,8 @@ def export(
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": shard_of}
         _write_json(folder / INDEX_NAME, index)
-    for file in sorted(beside.iterdir()) if beside is not None else []:
-        if file.is_file() and file.name.startswith(_BESIDE_WEIGHTS) and file.suffix != ".py":
-            shutil.copyfile(file, folder / file.name)
+    for name, file in beside.items():
+        shutil.copyfile(file, folder / name)
     written = {key: value for key, value in config.items() if key not in ("quantization_config", "torch_dtype")}
     if begun_with is None and not source.further and written.get(FURTHER_LAYERS):
         written[FURTHER_LAYERS] = 0
@@ -354,6 +346,20 @@ def export(
     for name in files:
         shutil.copymode(folder / "config.json", folder / name)  # safetensors writes for the owner alone
     return total
+
+
+def files_beside(tokenizer: Path, model: Path) -> dict[str, Path]:
+    """What an export holds beside weights and configuration, by the names that it gives them: the files of `tokenizer`,
+    a folder or a file of any name, and how the `model` generates."""
+    generation = (model if model.is_dir() else model.parent) / _GENERATION
+    own = {_GENERATION: generation} if generation.is_file() else {}
+    if not tokenizer.exists():
+        _log.warning("%s is not there: the export has no tokenizer, put its files beside config.json", tokenizer)
+        return own
+    others = sorted((tokenizer if tokenizer.is_dir() else tokenizer.parent).iterdir())
+    found = [each for each in others if each.name.startswith(_OF_TOKENIZERS) and each.suffix != ".py"]
+    named = {each.name: each for each in found if each.is_file()}
+    return named | ({} if tokenizer.is_dir() else {"tokenizer.json": tokenizer}) | own
 
 
 def _check_rounding(spec: ModelSpec, dtype: torch.dtype) -> None:

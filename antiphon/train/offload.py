@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from antiphon.base.errors import ResourceError
+from antiphon.base.errors import ResourceError, why_unwritten
 from antiphon.base.units import format_bytes
 from antiphon.train.bucket import Piece
 from antiphon.train.layer import around
@@ -60,7 +60,7 @@ class MappedParts:
         except OSError as error:  # the other ranks of this disk have taken what was free
             raise ResourceError(
                 f"memory.offload needs {format_bytes(self.num_bytes)} in {folder} for each rank there, and it has no "
-                f"more ({error.strerror}): make room, or name another memory.offload_folder"
+                f"more ({why_unwritten(error.strerror or '')}): make room, or name another memory.offload_folder"
             ) from error
         self._end = 0
         self._parts: dict[int, tuple[int, int]] = {}

@@ -27,8 +27,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.errors import ResourceError, UserError, with_fix
 from antiphon.base.logging import get_logger
+from antiphon.base.system import raise_limit
 from antiphon.comm.collectives import AllGather, AllReduce, gather_bytes, run
 from antiphon.comm.mesh import Group, Mesh, Sizes, connect
 from antiphon.comm.replicas import has_levels
@@ -126,6 +127,7 @@ def join(sizes: Sizes, communication: CommunicationConfig = CommunicationConfig(
     that do not come in time."""
     if sizes.world_size == 1:
         return connect(sizes, 0)
+    raise_limit()  # each group of ranks has a connection to each of them
     own, timeout_s, roll = rank(), communication.timeout_s, None
     if not dist.is_initialized():
         host, port = os.environ.get("MASTER_ADDR", ""), _variable("MASTER_PORT", 1, _MOST_PORT)
@@ -180,7 +182,10 @@ def _store(rank: int, ranks: int, host: str, port: int, timeout_s: float) -> Sto
             found.append(error)
 
     thread, soon_s = threading.Thread(target=meet, name="rendezvous", daemon=True), min(SOON_S, timeout_s / 2)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise ResourceError(f"rank {rank} cannot wait for the store of rank 0: {with_fix(str(error))}") from error
     thread.join(soon_s)
     if thread.is_alive():
         _say_waiting(rank, host, port, timeout_s - soon_s)
@@ -212,9 +217,10 @@ def _naming_store(rank: int, host: str, port: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        why = f" ({str(error).splitlines()[0]})" if rank == 0 else ""
         raise ResourceError(
-            f"rank {rank} cannot use the store of rank 0 at {host}:{port}, where {_found(host, port)}: see what rank 0 "
-            "says, and MASTER_ADDR and MASTER_PORT"
+            f"rank {rank} cannot use the store of rank 0 at {host}:{port}{why}, where {_found(host, port)}: see what "
+            "rank 0 says, and MASTER_ADDR and MASTER_PORT"
         ) from error
 
 

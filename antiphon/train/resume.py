@@ -94,7 +94,7 @@ class Former:
             )
         for key, old, new in _changes(before, config):
             if key.startswith((*_MEANING, *_FORMATS)) and not self._is_allowed(key):
-                refused.append((key, f"{key} {describe(old)}, now {describe(new)}"))
+                refused.append((key, f"{key} {_shown(old)}, now {_shown(new)}"))
             elif not key.startswith(_IN_THE_TEXT):
                 _log.info("%s is %r now, it was %r", key, new, old)
         self._refuse(refused)
@@ -145,6 +145,12 @@ class Former:
 
 def _with_schedule(config: TrainConfig, length: int) -> TrainConfig:
     return replace(config, optimizer=replace(config.optimizer, schedule_steps=length))
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return describe(value)
+    return "{" + ", ".join(f"{name} = {describe(each)}" for name, each in value.items()) + "}"
 
 
 def _changes(before: TrainConfig, now: TrainConfig) -> Iterator[tuple[str, Any, Any]]:

@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import socket
 import sys
@@ -74,7 +75,7 @@ class Metrics:
         """Values of one step: numbers, texts, numbers by name, numbers by layer or rank, numbers by layer and expert.
         The last are a histogram a layer in TensorBoard: a curve an expert would be thousands."""
         was_full = bool(self._late)
-        self._late += json.dumps({"step": step, **values}) + "\n"
+        self._late += json.dumps({"step": step, **json_values(values)}) + "\n"
         if (reason := self._write_late()) and not was_full:
             _log.error("%s cannot be written (%s): the run goes on, and its lines wait for room", self._path, reason)
         for name, value in values.items():
@@ -124,6 +125,15 @@ class Metrics:
         for _, close in self._boards:
             with suppress(Exception):  # what could not be shown was said before
                 close()
+
+
+def json_values(values: Any) -> Any:
+    """The same as JSON has it, which knows neither infinity nor NaN: they are null."""
+    if isinstance(values, Mapping):
+        return {name: json_values(each) for name, each in values.items()}
+    if isinstance(values, list):
+        return [json_values(each) for each in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values
 
 
 def _keep_before(file: Path, step: int) -> None:

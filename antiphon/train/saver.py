@@ -21,7 +21,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 
 from antiphon import __version__
-from antiphon.base.errors import CheckpointError, ResourceError
+from antiphon.base.errors import CheckpointError, ResourceError, why_unwritten
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_bytes
 from antiphon.comm.mesh import Group, beside
@@ -81,8 +81,9 @@ class Saver:
         is_live = not self._save_beside and self._device.type == HOST.type  # from a GPU all goes by way of host memory
         written = {name: boxes.written_ones() if is_live else boxes.copy() for name, boxes in stored.items()}
         settle(self._device)
-        self._thread = threading.Thread(target=self._try, args=(written, state), name="checkpoint", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._try, args=(written, state), name="checkpoint", daemon=True)
+        thread.start()
+        self._thread = thread  # one that could not be started is not waited for
         if not self._save_beside:
             self.close()
 
@@ -106,8 +107,8 @@ class Saver:
             self._write(boxes, state, partial, final)
         except BaseException as error:  # PyTorch's CheckpointException is no Exception
             self._failure = CheckpointError(
-                f"{final}: cannot be written ({reason_of(error)}): make room or change output.folder; what was written "
-                "before it stays"
+                f"{final}: cannot be written ({why_unwritten(reason_of(error))}): make room or change output.folder; "
+                "what was written before it stays"
             )
             if isinstance(error, ResourceError):  # another rank ended or hangs
                 self._failure = ResourceError(f"{final} is not written: {error}")

@@ -35,7 +35,7 @@ from antiphon.train.token_file import SourceTokens, TokenFile, joined, mapped
 _BATCH_TEXTS = 64
 _BATCH_CHARACTERS = 4 << 20
 _CHUNK_BYTES = 8 << 20  # of text: what a kill loses at most, with a batch
-_VERSION = 3
+_VERSION = 4
 _EVALUATION = "evaluation"  # in the cache
 WRITER_S = 60.0  # for the writer of a run that has just ended
 _log = get_logger("train")

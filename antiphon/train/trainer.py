@@ -31,7 +31,7 @@ from antiphon.train.offload import map_experts
 from antiphon.train.optimizer import Optimizer, is_frozen, rate_at, shards_of
 from antiphon.train.passes import HeldOutLoss, Passes, held_out_loss
 from antiphon.train.ranks import StopRequest, sizes_of, sums, world_size
-from antiphon.train.run_folder import Metrics
+from antiphon.train.run_folder import Metrics, json_values
 from antiphon.train.samples import StreamedSamples, numbers_of_rank
 from antiphon.train.saver import Saver
 from antiphon.train.schedule_search import choose_schedules
@@ -160,7 +160,7 @@ class Trainer:
         self.mesh.close()
         if timeline is not None and self.is_first:
             join_parts(timeline, self.mesh.sizes.world_size)
-        return {
+        facts = {
             "steps": self.state.step,
             "tokens": self.state.num_tokens,
             "loss": loss,
@@ -169,6 +169,7 @@ class Trainer:
             "checkpoint": str(checkpoint.find_checkpoints(checkpoint.folder_of(config))[-1]),
             "stopped_by": stopped or None,
         }
+        return {name: json_values(value) for name, value in facts.items()}
 
     def _close(self, metrics: Metrics | None, watch: Watch) -> None:
         """What was opened, however the run ended."""

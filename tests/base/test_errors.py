@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from antiphon.base.errors import Refused, UserError, native_error, shortened, with_fix
+from antiphon.base.errors import Refused, UserError, native_error, shortened, why_unwritten, with_fix
 
 
 def test_a_long_value_is_cut_in_its_middle_and_its_length_is_said() -> None:
@@ -27,6 +27,11 @@ def test_an_error_of_the_system_names_the_limit_and_the_fix() -> None:
     assert isinstance(error, Refused)
     assert str(error).startswith(words)
     assert "ulimit -f" in str(error)
+
+
+def test_what_is_not_written_names_a_limit_that_is_not_the_disks() -> None:
+    assert "raise it (ulimit -f unlimited)" in why_unwritten(f"I/O error: {os.strerror(errno.EFBIG)} (os error 27)")
+    assert why_unwritten(os.strerror(errno.ENOSPC)) == os.strerror(errno.ENOSPC)
 
 
 @pytest.mark.parametrize(

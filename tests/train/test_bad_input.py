@@ -40,6 +40,8 @@ from tests.train.harness import config_of, write_model, write_run
         ),
         ("communication.attention=float4", "attention is 'float4': it must be 'plain' or 'float8'"),
         ("communication.level_chunks=2", "level_chunks is 2 and hierarchical false: set that, or leave this out"),
+        ("communication.timeout_s=1e30", "communication.timeout_s is 1e+30: it must be at most 1000000"),
+        ("output.folder=costs$5", "costs$5: a $ begins the name of a variable: write $$ for the character"),
         ("communication.level_chunks=0", "communication.level_chunks is 0: it must be at least 1"),
         ("memory.reuse_rows=sometimes", "memory.reuse_rows is 'sometimes'"),
         ("device=gpu", "device is 'gpu': it must be 'auto', 'cpu' or 'cuda'"),

@@ -1,6 +1,7 @@
 """What an export keeps: the choice of experts, layers that are not trained, and the precision that is asked for."""
 
 import json
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from antiphon.models.load import load_attention_half, open_checkpoint
 from antiphon.models.rounding import float8_blocks
 from antiphon.train import checkpoint_parts, hugging_face
 from antiphon.train.checkpoint_parts import StoredParameters
-from antiphon.train.hugging_face import export, import_weights
+from antiphon.train.config import read_config
+from antiphon.train.hugging_face import export, files_beside, import_weights
 from antiphon.train.model import MoeModel
 from antiphon.train.setup import prepare
 from antiphon.train.trainer import Trainer
@@ -30,7 +32,7 @@ from antiphon.train.weights import FirstValues, Weights
 from tests.models.conftest import FAMILIES
 from tests.models.packed_specimens import PACKED, pack_checkpoint
 from tests.models.test_gguf import Kind, wide_gguf
-from tests.train.harness import LATENT, LiveParameters, config_of, same_tensors, write_model
+from tests.train.harness import LATENT, LiveParameters, config_of, same_tensors, write_model, write_run
 
 TOKENS = 10_000
 PUBLISHED = [family for family in FAMILIES if family != "kimi_k2"]
@@ -55,7 +57,7 @@ def test_trainer_and_server_choose_the_same_experts(family: str, save_model: Any
         bias = Weights(model.layers[layer], torch.float32).stored("score_bias")
         bias.copy_(3.0 + 0.01 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(layer)))
     export(
-        LiveParameters(model), tmp_path / "out", json.loads((folder / "config.json").read_text()), None, torch.bfloat16
+        LiveParameters(model), tmp_path / "out", json.loads((folder / "config.json").read_text()), {}, torch.bfloat16
     )
     half = load_attention_half(open_checkpoint(tmp_path / "out", spec), spec, ReferenceBackend())
     x_TH = torch.randn(TOKENS, spec.hidden_size, generator=torch.Generator().manual_seed(1))
@@ -96,7 +98,8 @@ def with_further_layer(folder: Path) -> dict[str, torch.Tensor]:
 def test_layers_for_further_tokens_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config_of(tmp_path, **LATENT)
     model = MoeModel(load_model_spec(tmp_path / "model"), connect(Sizes(), 0), max_positions=16, dtype=torch.float32)
-    export(LiveParameters(model), tmp_path / "begin", LATENT, tmp_path / "model", torch.float32)
+    beside = files_beside(tmp_path / "model", tmp_path / "model")
+    export(LiveParameters(model), tmp_path / "begin", LATENT, beside, torch.float32)
     further = with_further_layer(tmp_path / "begin")
     begin = (f"model.path={tmp_path / 'begin'}", "model.begin=checkpoint")
     Trainer(prepare(config_of(tmp_path, *begin, **LATENT))).run()
@@ -137,7 +140,7 @@ def test_a_quantised_checkpoint_is_multiplied_out_with_a_word(tmp_path: Path, ca
     write_model(tmp_path / "model")
     model = MoeModel(load_model_spec(tmp_path / "model"), connect(Sizes(), 0), max_positions=16, dtype=torch.float32)
     config = json.loads((tmp_path / "model/config.json").read_text())
-    export(LiveParameters(model), tmp_path / "q", config, tmp_path / "model", torch.float32)
+    export(LiveParameters(model), tmp_path / "q", config, {}, torch.float32)
     tensors = load_file(tmp_path / "q/model.safetensors")
     name = next(name for name in tensors if name.endswith("experts.0.down_proj.weight"))
     scale = tensors[name].abs().max() / 448
@@ -220,6 +223,22 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file cannot be written \(File exists\)"):
         commands.export(tmp_path / "out", tmp_path / "file")
+
+
+def test_an_export_has_the_tokenizer_of_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file of another name was left out without a word."""
+    write_model(tmp_path / "model")
+    tokenizer = (tmp_path / "model/tokenizer.json").rename(tmp_path / "of_the_run.json")
+    (tmp_path / "model/generation_config.json").write_text("{}")
+    Trainer(prepare(read_config(write_run(tmp_path), ["steps=1", f"data.tokenizer={tokenizer}"]))).run()
+    commands.export(tmp_path / "out", tmp_path / "new")
+    assert (tmp_path / "new/tokenizer.json").read_text() == tokenizer.read_text()
+    assert (tmp_path / "new/generation_config.json").is_file()
+    shutil.rmtree(tmp_path / "model")
+    tokenizer.unlink()
+    commands.export(tmp_path / "out", tmp_path / "without")
+    assert f"{tokenizer} is not there: the export has no tokenizer" in caplog.text
+    assert {each.name for each in (tmp_path / "without").iterdir()} == {"config.json", "model.safetensors"}
 
 
 def test_a_folder_with_another_model_is_left_as_it_is(tmp_path: Path) -> None:
@@ -331,7 +350,7 @@ def test_float8_is_served(tmp_path: Path, model: dict[str, Any]) -> None:
 def test_stacked_experts_have_no_blocks(save_model: Any, tools: Any, tmp_path: Path) -> None:
     folder = save_model(tools.config("gpt_oss")).folder
     with pytest.raises(UserError, match=r"--dtype fp8: .* stores all experts of a layer in one tensor"):
-        export(LiveParameters(trainable(folder)), tmp_path / "out", {}, None, torch.float8_e4m3fn)
+        export(LiveParameters(trainable(folder)), tmp_path / "out", {}, {}, torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "dbrx"])
@@ -351,4 +370,4 @@ def test_stacked_experts_are_held_one_projection_at_a_time(
             held.append(weakref.ref(memory))
             return torch.from_numpy(memory)
 
-    export(Source(trainable(save_model(tools.config(family)).folder)), tmp_path / "out", {}, None, torch.float32)
+    export(Source(trainable(save_model(tools.config(family)).folder)), tmp_path / "out", {}, {}, torch.float32)

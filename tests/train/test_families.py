@@ -88,7 +88,7 @@ def test_an_export_is_what_was_imported(family: str, save_model: Any, tools: Any
     saved = save_model(tools.config(family))
     model = trainable(saved.folder)
     config = json.loads((saved.folder / "config.json").read_text())
-    export(LiveParameters(model), tmp_path / "out", config, saved.folder, torch.float32)
+    export(LiveParameters(model), tmp_path / "out", config, {}, torch.float32)
     again = trainable(tmp_path / "out")
     both = (tensors_of(LiveParameters(each)) for each in (model, again))
     for first, second in zip(*both, strict=True):

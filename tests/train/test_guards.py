@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from antiphon.base.errors import CheckpointError, UserError
 from antiphon.cli import train as commands
 from antiphon.cli.commands import single_command
+from antiphon.report.document import html
 from antiphon.report.training_run import read_run, run_page
 from antiphon.train import checkpoint
 from antiphon.train.passes import HeldOutLoss
@@ -55,6 +56,7 @@ def steps_of(folder: Path) -> list[int]:
         ("optimizer.name=muon", "optimizer.name 'adamw', now 'muon'"),
         ("optimizer.schedule=wsd", "optimizer.schedule 'cosine', now 'wsd'"),
         ("optimizer.schedule_steps=9", "optimizer.schedule_steps 6, now 9"),
+        ('optimizer.rates={"*.router"=0.5}', "optimizer.rates {}, now {*.router = 0.5}"),
         ("loss.balance=0.5", "loss.balance 0.01, now 0.5"),
         ("data.document_masks=false", "data.document_masks true, now false"),
         ('data.files=["text/00*.txt"]', "other text (data.files"),
@@ -320,6 +322,22 @@ def test_a_disk_without_room_is_seen_before_anything_is_written(
     assert finished(tmp_path).state.step == 6
 
 
+def test_what_is_not_finite_is_null_in_json(tmp_path: Path) -> None:
+    """Else no reader but Python's takes it, and a run that ends with such a step ended with an error."""
+    wild = ("optimizer.learning_rate=1e20", "optimizer.clip=0", "optimizer.warmup_steps=0", "watch.on_spike=skip")
+    facts = Trainer(prepare(config_of(tmp_path, *wild))).run()
+    assert facts["loss"] is None
+    json.dumps(facts, allow_nan=False)
+    text = (tmp_path / "out/metrics.jsonl").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [row["loss"] is None for row in rows if "loss" in row] == [False, *[True] * 5]
+    record = read_run(tmp_path / "out")
+    assert record.curve("loss")[0] == [0]
+    assert "nats a token at step 1" in html(run_page(record))
+
+
 def test_the_checkpoint_of_the_lowest_held_out_loss_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held_out = iter([3.0, 2.0, 2.5, 2.25, 2.75, 2.5, 2.0])
 
@@ -438,6 +456,19 @@ def test_the_exit_code_says_how_it_ended(tmp_path: Path, number: str, code: int)
     assert ended.returncode == code, ended.stderr
     assert steps_of(tmp_path) == [3, 4]
     assert "after step 4: the same command goes on" in ended.stdout
+
+
+def test_a_save_that_cannot_begin_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That its thread was never started came in the place of why."""
+
+    def full(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    trainer = Trainer(
+        prepare(config_of(tmp_path)), on_step=lambda _: monkeypatch.setattr(threading.Thread, "start", full)
+    )
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        trainer.run()
 
 
 def test_a_second_signal_ends_at_once_and_what_is_saved_is_whole(tmp_path: Path) -> None:

@@ -100,11 +100,11 @@ def test_variables_that_say_no_rank(monkeypatch: pytest.MonkeyPatch, name: str, 
         join(TWO, SHORT)
 
 
-def two_ranks(file: Path, last: int, *changes: str, second: Sequence[str] = (), code: int = 9) -> str:
+def two_ranks(file: Path, last: int, *changes: str, second: Sequence[str] = (), code: int = 9, limits: str = "") -> str:
     """What the first of two ranks said, whose other one ends behind step `last`, with `code`; `second`: what it has
-    otherwise."""
+    otherwise; `limits`: a line of Python that sets both's."""
     places = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RANK, str(file), str(last), *changes]
+    command = [sys.executable, "-c", limits + RANK, str(file), str(last), *changes]
     with PROGRAMS.Popen([*command, *second], env=os.environ | places | {"RANK": "1"}, stdout=-3, stderr=-3) as other:
         first = PROGRAMS.run(command, env=os.environ | places | {"RANK": "0"}, text=True, timeout=120)
         assert other.wait(60) == code
@@ -123,6 +123,14 @@ def test_a_rank_that_ends_while_a_checkpoint_is_written_or_read(tmp_path: Path) 
     said = two_ranks(file, -1, *changes, "steps=9")
     assert "ended: see what that one said" in said
     assert sorted(each.name for each in folder.iterdir()) == ["step-00000003", "step-00000006"]
+
+
+def test_ranks_open_as_many_files_as_the_system_allows(tmp_path: Path) -> None:
+    """By default that is 1,024 of them, which some hundred ranks need for their connections."""
+    few = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (36, r.getrlimit(r.RLIMIT_NOFILE)[1]))"
+    said = two_ranks(write_run(tmp_path), 9, "parallel.expert=2", code=0, limits=few)
+    assert "Too many open files" not in said
+    assert (tmp_path / "out/checkpoints/step-00000006").exists()
 
 
 def test_machines_have_to_share_the_folder(tmp_path: Path) -> None:

@@ -186,7 +186,8 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ON_A_FULL_DISK, "train", str(file), "--set", "optimizer.schedule=constant"]
     ended = PROGRAMS.run(command, text=True, timeout=120)
     assert ended.returncode == 1
-    assert "step-00000006: cannot be written (File too large)" in ended.stderr + ended.stdout
+    words = "step-00000006: cannot be written (File too large: the size of a file is limited to 163,840 here, raise it"
+    assert words in ended.stderr + ended.stdout
     assert "unexpected pos" not in ended.stderr + ended.stdout
     assert [path.name for path in (tmp_path / "full/out/checkpoints").iterdir()] == ["step-00000003"]
     assert whole.state.step == finished(tmp_path / "full", "steps=6", "optimizer.schedule=constant").state.step

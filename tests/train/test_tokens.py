@@ -308,6 +308,20 @@ def test_a_tokenizer_that_the_library_panics_at_is_a_line_of_error(tmp_path: Pat
         load_tokenizer(tmp_path)
 
 
+def test_texts_are_neither_cut_nor_padded(tmp_path: Path, prepared: tuple[DataConfig, dict[str, bytes]]) -> None:
+    """Whatever a tokenizer's file asks for: a library that trained with it may have left its settings there."""
+    config, whole = prepared
+    file = tmp_path / "model/tokenizer.json"
+    padding = {"strategy": "BatchLongest", "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "<end>"}
+    asked = {
+        "truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0},
+        "padding": {**padding, "pad_to_multiple_of": None},
+    }
+    file.write_text(json.dumps(json.loads(file.read_text()) | asked))
+    run(config, tmp_path, tmp_path / "again")
+    assert bytes_of(tmp_path / "again")["train.bin"] == whole["train.bin"]
+
+
 def test_a_document_stays_on_its_side_whatever_else_is_there(tmp_path: Path) -> None:
     """The side was chosen by a running number: one more file in front, and most held-out documents were trained on."""
     write_model(tmp_path / "model")
