@@ -227,8 +227,8 @@ def test_a_process_without_descriptors_serves_on_and_says_so_once(caplog: pytest
 
 
 def test_large_bodies_of_all_requests_have_a_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("antiphon.serve.api.settings._MIN_BODY_MEMORY_BYTES", 2**20)
-    monkeypatch.setattr("antiphon.serve.api.settings._NUM_LARGEST_BODIES", 1)
+    monkeypatch.setattr("antiphon.serve.api.input_limits._MIN_BODY_MEMORY_BYTES", 2**20)
+    monkeypatch.setattr("antiphon.serve.api.input_limits._NUM_LARGEST_BODIES", 1)
     with live(fake_engine()) as server, server.connect() as connection:
         content = json.dumps({"prompt": "x" * 2**20}).encode()
         connection.sendall(post("/v1/completions", {"prompt": "x" * 2**20})[:-100])
