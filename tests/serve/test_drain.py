@@ -68,7 +68,7 @@ def test_two_workers_drained_at_once_leave_none_without_a_worker(tiny_model: Tin
 
 
 def test_a_worker_that_is_not_there_is_not_drained(tiny_model: TinyModel) -> None:
-    """An order would be for the process that comes, which nobody has asked to drain."""
+    """An order would be for the process that comes, which no order names."""
     engine = build_engine(prepare(config(tiny_model, "2")))  # not started: both load
     with pytest.raises(UserError, match=r"replica\[0\] is not there .*: it has no requests"):
         engine.drain_worker("replica[0]", undo=False)
