@@ -19,7 +19,7 @@ from antiphon.bench.profile.rig import PartSeconds, Rig, RigWork
 from antiphon.cost.profile import LocalTimes, read_profile
 from antiphon.models.config import load_model_spec
 from antiphon.planner.local_prediction import LocalChoice, predict_decode
-from antiphon.serve.worker.spans import NAMES, SAMPLE, STEP, Spans
+from antiphon.serve.worker.spans import ATTENTION, NAMES, SAMPLE, STEP, Spans
 from antiphon.serve.worker_handle import WorkerName
 from antiphon.specs.checked import read
 from antiphon.specs.cluster import cluster_from_json, cluster_to_json
@@ -182,13 +182,13 @@ def test_sizes_stay_within_the_model_and_what_is_wanted() -> None:
 
 
 def spans_of(steps: list[tuple[int, int, int, int]]) -> Spans:
-    """(step, rows, begin, end in ns); a sample within each."""
+    """(step, rows, begin, end in ns); a layer's attention and a sample within each."""
     records = [(STEP, step, rows, begin, end) for step, rows, begin, end in steps]
-    records += [(SAMPLE, step, 0, begin, end) for step, _, begin, end in steps]
+    records += [(kind, step, 0, begin, end) for kind in (ATTENTION, SAMPLE) for step, _, begin, end in steps]
     return Spans(
         names=NAMES,
         name_index=[kind for kind, *_ in records],
-        layers=[-1] * len(records),
+        layers=[0 if kind == ATTENTION else -1 for kind, *_ in records],
         micro_batches=[-1] * len(records),
         rows=[rows for _, _, rows, _, _ in records],
         steps=[step for _, step, *_ in records],

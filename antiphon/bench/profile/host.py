@@ -116,7 +116,7 @@ def _serving(model: Path, folder: Path, vocab_size: int, *options: str) -> Itera
 
 
 def _step_s_by_rows(timeline: Path) -> dict[int, float]:
-    """Median seconds of a worker's steps, by their rows. None if the server did not end in time to write them."""
+    """Median seconds of a worker's steps, by their rows; of none if the server did not end in time to write it."""
     seconds: dict[int, list[float]] = {}
     if not timeline.exists():
         return {}

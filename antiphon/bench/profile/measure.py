@@ -337,7 +337,7 @@ def step_parts(spans: Mapping[WorkerName, Spans], concurrency: int) -> dict[str,
     gaps = gaps_between_steps(attention, concurrency) if experts else gaps_between_steps(attention[:1], share)
     found["engine"] = median(gaps) if gaps else 0.0
     if experts:
-        found |= {name: median(each) if each else 0.0 for name, each in (("t_a_s", t_a), ("t_e_s", t_e))}
+        found |= {"t_a_s": median(t_a), "t_e_s": median(t_e) if t_e else 0.0}
     return found
 
 
