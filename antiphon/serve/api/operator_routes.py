@@ -203,8 +203,7 @@ _DRAINING: dict[str, Any] = {
 )
 async def drain(request: Request) -> dict[str, str]:
     """A worker is drained until its process ends, or until this is undone."""
-    worker = request.path_params["worker"]
-    return {"worker": worker, "state": context_of(request).engine.drain_worker(worker, undo=False)}
+    return _order(request, undo=False)
 
 
 @workers_router.put(
@@ -214,8 +213,12 @@ async def drain(request: Request) -> dict[str, str]:
     **_DRAINING,
 )
 async def undrain(request: Request) -> dict[str, str]:
+    return _order(request, undo=True)
+
+
+def _order(request: Request, *, undo: bool) -> dict[str, str]:
     worker = request.path_params["worker"]
-    return {"worker": worker, "state": context_of(request).engine.drain_worker(worker, undo=True)}
+    return {"worker": worker, "state": context_of(request).engine.drain_worker(worker, undo=undo)}
 
 
 @workers_router.get("/drain/{worker:path}", summary="How far a worker is drained", **_DRAINING)
