@@ -38,11 +38,11 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.system import sigterm_exits
 from antiphon.bench import served_plans
-from antiphon.bench.harness.contest import CpuWatch, MeasuredAround, rounds_of, wait_for_quiet
+from antiphon.bench.harness.quiet import CpuWatch, MeasuredAround, rounds_of, wait_for_quiet
 from antiphon.bench.load import LoadCase, LoadRun, run_load
 from antiphon.bench.openai_peer import OpenAIPeer
+from antiphon.bench.profile.local_times import Wanted, measure
 from antiphon.bench.profile.measure import NORMAL, QUICK, step_parts
-from antiphon.bench.profile.profile import Wanted, measure
 from antiphon.bench.serve import AntiphonEngine, WorkloadSize, make_workload, parse_contestant
 from antiphon.bench.serving_peers import Workload
 from antiphon.cli.plan_inputs import CLUSTER_FILE

@@ -193,7 +193,7 @@ def test_a_class_name_stands_for_one_thing() -> None:
         ("antiphon.specs.model", "from antiphon.base.errors import UserError", False),
         ("antiphon.specs.model", "from antiphon.specs import placement", False),
         ("antiphon.specs.model", "from antiphon.models import decoder", True),
-        ("antiphon.cost.parts", "import antiphon.placement", True),
+        ("antiphon.cost.roofline", "import antiphon.placement", True),
         ("antiphon.serve.engine", "from antiphon.train import trainer", True),
         ("antiphon.serve.engine", "from .policy import scheduler", False),
         ("antiphon.serve.engine", "from ..cli import main", True),

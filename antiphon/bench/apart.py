@@ -25,7 +25,7 @@ from typer import Option
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.progress import Report
-from antiphon.bench.harness.contest import ContestColumns, UpTo, milliseconds, ratio, share
+from antiphon.bench.harness.columns import ContestColumns, UpTo, milliseconds, ratio, share
 from antiphon.bench.harness.processes import limited, quota_unavailable
 from antiphon.bench.serve import (
     AntiphonEngine,

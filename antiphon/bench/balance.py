@@ -42,7 +42,7 @@ from typer import Option
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
-from antiphon.bench.harness.contest import ContestColumns, Row, UpTo, milliseconds
+from antiphon.bench.harness.columns import ContestColumns, Row, UpTo, milliseconds
 from antiphon.bench.harness.processes import limited
 from antiphon.bench.made_load import LINA_SKEW, SkewedLoad, make_hot, write_even_routing
 from antiphon.bench.serve import timed_answers

@@ -3,7 +3,7 @@
 1. every rank is a process that belongs to a group of ours and to one of gloo's
 2. for each collective and size: both results must be those of one process
 3. blocks of calls in turns, the order turned around each time, until each contestant has enough with little foreign
-   CPU (`harness.contest`). A call's time is that of the slowest rank; a block's is the median of its calls
+   CPU (`harness.quiet`). A call's time is that of the slowest rank; a block's is the median of its calls
 
 Sizes are those of the tensor that all ranks have afterwards (all-reduce, all-gather) or before (the others).
 """
@@ -23,17 +23,8 @@ from antiphon import _m2n
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.progress import Report
 from antiphon.bench.harness.children import Children, join_gloo, seconds_of_calls
-from antiphon.bench.harness.contest import (
-    PATIENCE,
-    ContestColumns,
-    Repetitions,
-    UpTo,
-    foreign_words,
-    num_bytes,
-    seconds,
-    take_turns,
-    times,
-)
+from antiphon.bench.harness.columns import PATIENCE, ContestColumns, UpTo, foreign_words, num_bytes, seconds, times
+from antiphon.bench.harness.quiet import Repetitions, take_turns
 from antiphon.bench.m2n.cases import TRANSPORTS, WAITING
 from antiphon.comm.collectives import all_gather_single, reduce_scatter_single
 from antiphon.comm.m2n.native import SPIN_S

@@ -27,7 +27,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.base.split_evenly import split_evenly
 from antiphon.bench.harness.children import Children, join_gloo
-from antiphon.bench.harness.contest import ContestColumns, UpTo, milliseconds, num_bytes, ratio
+from antiphon.bench.harness.columns import ContestColumns, UpTo, milliseconds, num_bytes, ratio
 from antiphon.comm.dispatch import AllToAllWay, Dispatcher, GatherScatter, Way
 from antiphon.comm.mesh import Group, Sizes, connect
 from antiphon.cost.exchange import expected_distinct

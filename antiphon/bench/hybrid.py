@@ -29,18 +29,9 @@ from antiphon.base.progress import Report
 from antiphon.base.units import format_bytes, format_seconds
 from antiphon.bench.box import Box
 from antiphon.bench.harness.children import Children, seconds_of_calls
-from antiphon.bench.harness.contest import (
-    PATIENCE,
-    ContestColumns,
-    Row,
-    UpTo,
-    foreign_words,
-    num_bytes,
-    seconds,
-    take_turns,
-    times,
-)
+from antiphon.bench.harness.columns import PATIENCE, ContestColumns, Row, UpTo, foreign_words, num_bytes, seconds, times
 from antiphon.bench.harness.processes import box_of_ranks, check_mbit, enter_network, require_box
+from antiphon.bench.harness.quiet import take_turns
 from antiphon.bench.m2n.cases import TRANSPORTS
 from antiphon.comm.m2n.native import SPIN_S
 from antiphon.comm.two_level.exchange import message_bytes

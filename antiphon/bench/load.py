@@ -42,7 +42,7 @@ from typer import Option
 from antiphon.base.errors import UserError
 from antiphon.base.system import raise_limit
 from antiphon.bench.box import Box
-from antiphon.bench.harness.contest import ContestColumns, Repetitions, UpTo, milliseconds, repeat_until_quiet, share
+from antiphon.bench.harness.columns import ContestColumns, UpTo, milliseconds, share
 from antiphon.bench.harness.processes import (
     ANTIPHON,
     PATIENCE_S,
@@ -54,6 +54,7 @@ from antiphon.bench.harness.processes import (
     start_on,
     start_workers,
 )
+from antiphon.bench.harness.quiet import Repetitions, repeat_until_quiet
 from antiphon.bench.openai_peer import REQUEST_TIMEOUT_S, OpenAIPeer, inter_token_s
 from antiphon.bench.serve import parse_contestant
 from antiphon.bench.serving_peers import PeerError

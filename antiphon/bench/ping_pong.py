@@ -30,7 +30,7 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.progress import Report
 from antiphon.base.system import python_module
 from antiphon.bench.box import Box
-from antiphon.bench.harness.contest import ContestColumns, UpTo, ratio, seconds, shown
+from antiphon.bench.harness.columns import ContestColumns, UpTo, ratio, seconds, shown
 from antiphon.bench.harness.processes import ANTIPHON, SECRET, require_box
 from antiphon.bench.profile.measure import per_micro_batch, steps_with
 from antiphon.bench.serve import AntiphonEngine, WorkloadSize, check_context, make_workload

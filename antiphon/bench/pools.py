@@ -34,20 +34,10 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.base.units import format_seconds
 from antiphon.bench.box import Box
-from antiphon.bench.harness.contest import (
-    Cell,
-    ContestColumns,
-    MeasuredAround,
-    Repetitions,
-    Row,
-    UpTo,
-    foreign_words,
-    seconds,
-    share,
-    take_turns,
-)
+from antiphon.bench.harness.columns import Cell, ContestColumns, Row, UpTo, foreign_words, seconds, share
 from antiphon.bench.harness.core_waits import measure_core_waits, packets_s, together
 from antiphon.bench.harness.processes import PATIENCE_S, SECRET, check_mbit, require_box, run_beside, start_workers
+from antiphon.bench.harness.quiet import MeasuredAround, Repetitions, take_turns
 from antiphon.bench.pools_prediction import MeasuredMachine, predict_mix
 from antiphon.kernels.select import resolve_dtype
 from antiphon.models.config import load_model_spec

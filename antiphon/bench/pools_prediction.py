@@ -19,8 +19,9 @@ import numpy as np
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
+from antiphon.bench.profile.local_times import Wanted, measure
 from antiphon.bench.profile.measure import QUICK
-from antiphon.bench.profile.profile import Wanted, cost_profile, measure, this_cluster
+from antiphon.bench.profile.this_machine import cost_profile, this_cluster
 from antiphon.bench.served_plans import HEADERS
 from antiphon.cost.profile import Profile, read_serving_profile
 from antiphon.models.config import load_model_spec, read_config, refuse_other_model
@@ -30,6 +31,7 @@ from antiphon.serve.policy.request import rows_for_cost
 from antiphon.sim.demand import Demand
 from antiphon.sim.host import CoreWaits
 from antiphon.sim.pools import ServingOptions, pools_of
+from antiphon.sim.serve_results import summary
 from antiphon.sim.serving_run import simulate_serving
 from antiphon.specs.cluster import ClusterSpec, load_cluster
 from antiphon.specs.counts import context_tokens_per_row
@@ -156,7 +158,7 @@ def predict_mix(
             break
         sent_s.append(begun_s)  # what comes later changes nothing before it
     ttft_s = [record.ttft_s or 0.0 for record in others]
-    gaps = run.log.gap_summary(after_s=sent_s[0], until_s=begun_s) if sent_s else {}
+    gaps = summary(*run.log.gaps_between(after_s=sent_s[0], until_s=begun_s)) if sent_s else {}
     found: dict[str, float | None] = {
         "itl_s_median": gaps.get("p50"),
         "itl_s_p99": gaps.get("p99"),

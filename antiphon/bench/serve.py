@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from antiphon.base.errors import UserError, shortened
-from antiphon.bench.harness.contest import ContestColumns, Repetitions, repeat_until_quiet, share
+from antiphon.bench.harness.columns import ContestColumns, share
 from antiphon.bench.harness.limits import (
     DecoderSizes,
     MachineLimits,
@@ -35,6 +35,7 @@ from antiphon.bench.harness.limits import (
     measure_limits,
     prefill_bound_tokens_per_s,
 )
+from antiphon.bench.harness.quiet import Repetitions, repeat_until_quiet
 from antiphon.bench.serving_peers import Peer, PeerError, RunResult, Workload, run_result, steady_rate
 from antiphon.models.config import load_model_spec
 from antiphon.models.load import open_checkpoint

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from antiphon.base.errors import ResourceError, UserError
-from antiphon.bench.harness.contest import ContestColumns, UpTo, milliseconds
+from antiphon.bench.harness.columns import ContestColumns, UpTo, milliseconds
 from antiphon.bench.serve import AntiphonEngine, Say, WorkloadSize, make_workload, outputs_of, parse_contestant
 from antiphon.models.config import load_model_spec
 from antiphon.serve.fleet import Fleet

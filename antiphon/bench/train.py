@@ -31,17 +31,9 @@ from torch import Tensor
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report, progress
 from antiphon.bench.harness.children import Children
-from antiphon.bench.harness.contest import (
-    ContestColumns,
-    CpuWatch,
-    Repetition,
-    Repetitions,
-    num_bytes,
-    ratio,
-    share,
-    wait_for_quiet,
-)
+from antiphon.bench.harness.columns import ContestColumns, num_bytes, ratio, share
 from antiphon.bench.harness.limits import measure_gemm_flops_per_s
+from antiphon.bench.harness.quiet import CpuWatch, Repetition, Repetitions, wait_for_quiet
 from antiphon.bench.plain_loop import COMPILED_EXPERTS, PlainLoop
 from antiphon.comm.collectives import AllGather, AllReduce, barrier, run
 from antiphon.cost.training.counts import training_flops_per_token

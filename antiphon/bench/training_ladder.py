@@ -30,8 +30,9 @@ from antiphon.bench.box import Box, NodeProcess
 from antiphon.bench.box.topology import plan_ranks
 from antiphon.bench.harness import child
 from antiphon.bench.harness.children import Children
-from antiphon.bench.harness.contest import ContestColumns, CpuWatch, Row, num_bytes, shown
+from antiphon.bench.harness.columns import ContestColumns, Row, num_bytes, shown
 from antiphon.bench.harness.processes import box_of_ranks, limited
+from antiphon.bench.harness.quiet import CpuWatch
 from antiphon.bench.ladder_prediction import BoxLinks, predicted_step_s
 from antiphon.bench.ladder_variants import LadderCase, Variant, variants_of
 from antiphon.bench.plain_loop import PlainLoop

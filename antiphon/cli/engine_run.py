@@ -16,7 +16,7 @@ from antiphon.base.allowance import allowance
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes, format_seconds
-from antiphon.bench.profile.profile import THIS_CORE
+from antiphon.bench.profile.this_machine import THIS_CORE
 from antiphon.cli.commands import given_options
 from antiphon.cli.options import SIZES, CapacityOptions, WorkerOptions
 from antiphon.cli.output import show, table, whole_file

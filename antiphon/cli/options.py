@@ -13,7 +13,7 @@ from typer.models import OptionInfo
 
 from antiphon.base.errors import UserError, shortened
 from antiphon.base.units import parse_bytes
-from antiphon.bench.harness.contest import PATIENCE, UpTo
+from antiphon.bench.harness.columns import PATIENCE, UpTo
 from antiphon.cli.commands import given_options
 from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec

@@ -30,7 +30,7 @@ from antiphon.base.allowance import allowance
 from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError, shortened, shortened_message, with_fix
 from antiphon.base.logging import get_logger
 from antiphon.base.system import cpu_name
-from antiphon.bench.harness.contest import ContestColumns
+from antiphon.bench.harness.columns import ContestColumns
 
 _log = get_logger("cli")
 

@@ -16,7 +16,7 @@ from antiphon.base.units import format_seconds
 from antiphon.cli.output import emit_json, show
 from antiphon.cli.plan_inputs import parse_target
 from antiphon.models.planned import planned_model
-from antiphon.planner.what_if import Replanned, SeenLoad, is_other, replan, watched_phase
+from antiphon.planner.replan import Replanned, SeenLoad, is_other, replan, watched_phase
 from antiphon.specs.plan import PhasePlan, Plan, read_plan
 
 PATIENCE_S = 6.0

@@ -18,8 +18,9 @@ from antiphon.base.system import one_writer, sigterm_exits
 from antiphon.base.units import format_bytes, format_seconds, split_address
 from antiphon.bench.profile.host import host_times
 from antiphon.bench.profile.links import MeasuredLink, follow_link, measure_links, own_host_towards, slowest, with_link
+from antiphon.bench.profile.local_times import Wanted, measure
 from antiphon.bench.profile.measure import NORMAL, QUICK
-from antiphon.bench.profile.profile import Wanted, cost_profile, measure, this_cluster, training_profile
+from antiphon.bench.profile.this_machine import cost_profile, this_cluster, training_profile
 from antiphon.bench.profile.training import WantedTraining, measure_training
 from antiphon.bench.serving_peers import PeerError
 from antiphon.cli import options

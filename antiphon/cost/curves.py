@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from antiphon.base.errors import UserError
-from antiphon.cost.parts import FloatArray, Number
+from antiphon.cost.roofline import FloatArray, Number
 
 
 @dataclass(frozen=True)

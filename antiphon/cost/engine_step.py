@@ -30,7 +30,7 @@ from antiphon.base.errors import UserError
 from antiphon.cost.exchange import Degrees, summed_exchange
 from antiphon.cost.layers import StepRows, server_step
 from antiphon.cost.network import Network, network
-from antiphon.cost.parts import FloatArray, Number, Roofs, roofs, row_bytes_of
+from antiphon.cost.roofline import FloatArray, Number, Roofs, roofs, row_bytes_of
 from antiphon.cost.skew import expected_max_rows
 from antiphon.specs.catalog import LISTED, shipped_file
 from antiphon.specs.checked import NotNegative, Positive, Text, checked, read, read_mapping

@@ -44,7 +44,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from antiphon.cost.network import Network
-from antiphon.cost.parts import FloatArray, Number, Parts, longest, select
+from antiphon.cost.roofline import FloatArray, Number, Parts, longest, select
 
 
 def probability_of_none(num_experts: Number, top_k: Number, num_held: Number) -> Number:

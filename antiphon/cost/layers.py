@@ -58,7 +58,7 @@ from antiphon.cost.memory import (
     visible_tokens,
 )
 from antiphon.cost.network import Network
-from antiphon.cost.parts import (
+from antiphon.cost.roofline import (
     LEAST_TILE_ROWS,
     Number,
     Parts,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from antiphon.cost.parts import Number, row_bytes_of
+from antiphon.cost.roofline import Number, row_bytes_of
 from antiphon.specs.counts import admitted_sequences, blocks_in_budget, blocks_of, reserved_blocks
 from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec, PrecisionSpec
 

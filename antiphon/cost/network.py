@@ -35,7 +35,7 @@ from typing import Literal
 
 import numpy as np
 
-from antiphon.cost.parts import Number, Parts, longest, select
+from antiphon.cost.roofline import Number, Parts, longest, select
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 
 Level = Literal["scale_up", "scale_out"]

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.cost.parts import Number
+from antiphon.cost.roofline import Number
 
 _ROUNDS = 8  # steps of each micro-batch, of which the second half is steady
 

@@ -38,7 +38,7 @@ import numpy as np
 
 from antiphon.base.errors import UserError
 from antiphon.cost.curves import Curve, Surface
-from antiphon.cost.parts import Number, Parts
+from antiphon.cost.roofline import Number, Parts
 from antiphon.specs.catalog import a_file_of
 from antiphon.specs.checked import Count, NotNegative, Text, check_version, checked, read, read_mapping
 from antiphon.specs.cluster import ComputeDtype

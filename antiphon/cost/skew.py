@@ -18,7 +18,7 @@ import math
 import numpy as np
 
 from antiphon.base.errors import UserError
-from antiphon.cost.parts import FloatArray, Number
+from antiphon.cost.roofline import FloatArray, Number
 
 _REACH = 9.0  # standard deviations; beyond them nothing counts in double precision
 

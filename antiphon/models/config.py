@@ -23,8 +23,8 @@ from antiphon.base.logging import get_logger
 from antiphon.models.checkpoint_folder import SUFFIX as SAFETENSORS
 from antiphon.models.checkpoint_folder import brief, instead_of_config, open_regular, read_json
 from antiphon.models.families import config_keys
+from antiphon.models.families.config_readers import FAMILIES
 from antiphon.models.families.config_values import MAX_WIDTH, RULES, check_value, check_values, completed
-from antiphon.models.families.readers import FAMILIES
 from antiphon.models.gguf.container import MAGIC, SUFFIX, gguf_files
 from antiphon.models.gguf.metadata import gguf_config
 from antiphon.models.quantization import check_quantization

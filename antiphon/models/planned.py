@@ -24,8 +24,8 @@ from antiphon.base.errors import CheckpointError, UserError
 from antiphon.models.checkpoint_folder import brief
 from antiphon.models.config import TEXT_KEYS, check_spec, load_model_spec, model_spec, read_config
 from antiphon.models.counted_layers import Keys, moe_layers, state_layers, state_spec, windowed_layers
+from antiphon.models.families.config_readers import FAMILIES
 from antiphon.models.families.config_values import MAX_POSITIONS, assumed
-from antiphon.models.families.readers import FAMILIES
 from antiphon.specs.model import AttentionSpec, FeedForwardSpec, LatentSpec, ModelSpec, RopeSpec, RouterSpec, SparseSpec
 
 UNKNOWN_TYPE = "unknown"

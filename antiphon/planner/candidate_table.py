@@ -13,7 +13,7 @@ from typing import Self
 
 import numpy as np
 
-from antiphon.cost.parts import FloatArray
+from antiphon.cost.roofline import FloatArray
 from antiphon.planner.candidates import BoolArray, Candidates, IntArray
 from antiphon.planner.space import Space
 from antiphon.specs.cluster import DeviceSpec

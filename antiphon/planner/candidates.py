@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.base.errors import UserError
-from antiphon.cost.parts import FloatArray
+from antiphon.cost.roofline import FloatArray
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import (
     LAYOUTS,

@@ -28,7 +28,7 @@ import numpy as np
 from antiphon.base.errors import ResourceError
 from antiphon.base.units import milliseconds
 from antiphon.cost.memory import attention_weight_bytes, expert_weight_bytes
-from antiphon.cost.parts import Parts
+from antiphon.cost.roofline import Parts
 from antiphon.planner.candidate_table import RATE, TPOT, CandidateTable
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.outcome import outcome_at

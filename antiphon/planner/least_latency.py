@@ -20,8 +20,8 @@ import numpy as np
 
 from antiphon.planner.candidate_table import RATE, Outcome
 from antiphon.planner.candidates import BoolArray, Candidates, IntArray
-from antiphon.planner.outcome import PROMPTS_PER_PASS, STEP_TOKENS, fed_limits, outcome_at
-from antiphon.planner.setting import Setting
+from antiphon.planner.outcome import PROMPTS_PER_PASS, fed_limits, outcome_at
+from antiphon.planner.setting import STEP_TOKENS, Setting
 
 BLOCK = 512
 """Candidates of a layout that are looked at together."""

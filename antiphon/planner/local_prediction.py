@@ -34,8 +34,8 @@ import numpy as np
 from antiphon.base.errors import UserError
 from antiphon.cost import ping_pong
 from antiphon.cost.curves import Curve
-from antiphon.cost.parts import Number, row_bytes_of
 from antiphon.cost.profile import LocalTimes, ThreadTimes
+from antiphon.cost.roofline import Number, row_bytes_of
 from antiphon.cost.skew import fullest_part
 from antiphon.planner.candidates import Candidates, real
 from antiphon.planner.setting import Setting

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from antiphon.cost.parts import FloatArray, Number
+from antiphon.cost.roofline import FloatArray, Number
 from antiphon.cost.skew import expected_max_rows
 from antiphon.planner.candidates import Candidates, real
 from antiphon.planner.room import prompt_tokens_each

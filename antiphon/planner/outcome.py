@@ -35,7 +35,7 @@ from collections.abc import Callable
 import numpy as np
 
 from antiphon.cost.memory import kv_bytes_per_token
-from antiphon.cost.parts import FloatArray
+from antiphon.cost.roofline import FloatArray
 from antiphon.planner.candidate_table import RATE, TPOT, TTFT, Outcome
 from antiphon.planner.candidates import BoolArray, Candidates, IntArray
 from antiphon.planner.mixed_steps import (
@@ -46,12 +46,10 @@ from antiphon.planner.mixed_steps import (
     own_s,
     tail_of_wait_s,
 )
-from antiphon.planner.room import MOST_STEP_TOKENS, fed_sequences
-from antiphon.planner.setting import Setting
+from antiphon.planner.room import fed_sequences
+from antiphon.planner.setting import STEP_TOKENS, Setting
 from antiphon.planner.step_times import StepTimes, step_times
 
-STEP_TOKENS = (2048, MOST_STEP_TOKENS)
-"""Limits of a worker's step that are tried where prompts and tokens share steps."""
 MOST_FED = 0.98
 """The most of a step's room for prompts that they may take on average."""
 NEAR = 64

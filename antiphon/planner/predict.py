@@ -26,8 +26,8 @@ import numpy as np
 
 from antiphon.base.errors import UserError
 from antiphon.cost.memory import kv_bytes_per_token, tokens_of_state
-from antiphon.cost.parts import Parts
 from antiphon.cost.ping_pong import bottleneck
+from antiphon.cost.roofline import Parts
 from antiphon.placement.place import balance, placement_of
 from antiphon.planner.candidate_table import CandidateTable
 from antiphon.planner.candidates import Candidates, candidates_of, piece_of, real

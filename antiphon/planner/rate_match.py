@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from antiphon.base.units import number
-from antiphon.cost.parts import FloatArray
+from antiphon.cost.roofline import FloatArray
 from antiphon.planner.candidate_table import CandidateTable, front
 from antiphon.planner.candidates import Candidates, IntArray
 from antiphon.planner.explain import NoPlan

@@ -30,9 +30,9 @@ from antiphon.cost.memory import (
     max_sequences,
     tokens_of_state,
 )
-from antiphon.cost.parts import FloatArray
+from antiphon.cost.roofline import FloatArray
 from antiphon.planner.candidates import BoolArray, Candidates, IntArray, largest_that, real
-from antiphon.planner.setting import Setting
+from antiphon.planner.setting import STEP_TOKENS, Setting
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.plan import MAX_INSTANCES
 
@@ -40,8 +40,6 @@ Domains = tuple[tuple[int, int], ...]
 """(devices, how many such domains), widest first."""
 BLOCK_SIZE = 16
 """Tokens of a KV block, as the engine's default."""
-MOST_STEP_TOKENS = 8192
-"""The most rows of a step of one attention worker that computes prompts, too."""
 FED = 1.25
 """Room for prompts in a step over what they take on average: without it they queue ever longer."""
 
@@ -187,7 +185,7 @@ def batch_limits(setting: Setting, candidates: Candidates) -> IntArray:
     """The largest batch of one attention worker and micro-batch; 0 where the weights leave no room for one sequence."""
     limit = np.minimum(_cache_limit(setting, candidates), activation_limit(setting, candidates))
     if setting.phase == "serve":
-        limit = np.minimum(limit, fed_sequences(setting, candidates, MOST_STEP_TOKENS))
+        limit = np.minimum(limit, fed_sequences(setting, candidates, STEP_TOKENS[-1]))
     if setting.workload.max_batch is not None and setting.decodes:
         num_workers = candidates.attention_dp * (setting.limits.num_instances or 1)
         share = setting.workload.max_batch / (candidates.micro_batches * num_workers)

@@ -18,8 +18,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from antiphon.base.errors import UserError
-from antiphon.cost.parts import FloatArray
 from antiphon.cost.profile import Profile
+from antiphon.cost.roofline import FloatArray
 from antiphon.planner.candidate_table import RATE, CandidateTable, Outcome
 from antiphon.planner.candidates import Candidates, IntArray, joined
 from antiphon.planner.explain import RESOURCES, NoPlan, no_plan, rejected_layouts

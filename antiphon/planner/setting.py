@@ -25,8 +25,8 @@ import numpy as np
 from antiphon.base.errors import UserError
 from antiphon.cost.exchange import expected_distinct
 from antiphon.cost.network import Network, network
-from antiphon.cost.parts import FloatArray, Roofs, roofs
 from antiphon.cost.profile import LocalTimes, Profile
+from antiphon.cost.roofline import FloatArray, Roofs, roofs
 from antiphon.cost.skew import zipf_shares
 from antiphon.placement.place import balance, busiest_share
 from antiphon.planner.candidates import IntArray, Pins
@@ -37,6 +37,8 @@ from antiphon.specs.plan import LATENCIES, OBJECTIVES, Collectives, Objective, P
 from antiphon.specs.workload import LengthSpec, WorkloadSpec
 
 SHORT = 0.1
+STEP_TOKENS = (2048, 8192)
+"""Rows of an attention worker's step, at most, that are tried where prompts and tokens share steps."""
 
 
 def most_ranks(num_experts: int) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from antiphon.cost.parts import FloatArray
+from antiphon.cost.roofline import FloatArray
 from antiphon.planner.candidates import (
     DISAGGREGATED,
     DP_EP,

@@ -20,9 +20,9 @@ from antiphon.cost.exchange import Degrees, Spread, layer_exchange, summed_excha
 from antiphon.cost.layers import AttentionTimes, ServerStep, server_step
 from antiphon.cost.memory import share_of
 from antiphon.cost.network import Network, Side, m2n
-from antiphon.cost.parts import FloatArray, Number, Parts, row_bytes_of, select
 from antiphon.cost.ping_pong import beside_dispatch_s, layer_time, two_batches_s
 from antiphon.cost.profile import profiled_messages
+from antiphon.cost.roofline import FloatArray, Number, Parts, row_bytes_of, select
 from antiphon.planner.candidates import TP_PP, BoolArray, Candidates, real
 from antiphon.planner.local_prediction import measured_steps
 from antiphon.planner.room import widest_domain

@@ -14,7 +14,7 @@ import numpy as np
 
 from antiphon.base.units import format_bytes
 from antiphon.cost.network import network
-from antiphon.cost.parts import Number
+from antiphon.cost.roofline import Number
 from antiphon.cost.training.counts import StepEstimate
 from antiphon.cost.training.operators import prefers_all_gather
 from antiphon.cost.training.rematerialize import Rematerialize

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from antiphon.cost.layers import AttentionTimes, StepRows, attention_side, dense_feed_forward, expert_feed_forward
-from antiphon.cost.parts import FloatArray, Number, Parts, row_bytes_of, select
 from antiphon.cost.profile import LayerKind, profiled_attention, profiled_experts
+from antiphon.cost.roofline import FloatArray, Number, Parts, row_bytes_of, select
 from antiphon.cost.skew import barrier_factor, expected_max_rows
 from antiphon.planner.candidates import TP_PP, BoolArray, Candidates, real
 from antiphon.planner.setting import Setting

@@ -24,9 +24,9 @@ import numpy as np
 from antiphon.base.units import milliseconds
 from antiphon.cost.engine_step import load_engine, server_load
 from antiphon.cost.exchange import Degrees
-from antiphon.cost.parts import Parts
 from antiphon.cost.ping_pong import conditions
 from antiphon.cost.profile import Profile
+from antiphon.cost.roofline import Parts
 from antiphon.planner.candidate_table import CandidateTable, Outcome, front
 from antiphon.planner.candidates import Candidates, IntArray, joined
 from antiphon.planner.explain import account

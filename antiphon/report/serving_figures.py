@@ -15,7 +15,7 @@ whole cluster. Devices that the plan does not use hide those it does.
 """
 
 from antiphon.base.units import milliseconds, number
-from antiphon.cost.parts import Parts
+from antiphon.cost.roofline import Parts
 from antiphon.report.document import (
     BATCH_COLOURS,
     FREE,

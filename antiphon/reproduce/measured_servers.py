@@ -35,7 +35,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.cost.engine_step import CONSTANTS, FIRST_CONSTANTS, EngineSpec, ServerLoad, server_load
 from antiphon.cost.exchange import Degrees
-from antiphon.cost.parts import FloatArray
+from antiphon.cost.roofline import FloatArray
 from antiphon.reproduce import cluster_of, shipped_device, shipped_model
 from antiphon.specs.cluster import ComputeDtype
 from antiphon.specs.model import PrecisionSpec, StorageDtype

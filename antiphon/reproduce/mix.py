@@ -12,7 +12,7 @@ import numpy as np
 
 from antiphon.cost.memory import mix_memory_bytes
 from antiphon.cost.network import collective_bytes
-from antiphon.cost.parts import Number
+from antiphon.cost.roofline import Number
 from antiphon.planner.candidates import Candidates, Pins
 from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import SearchLimits, Setting

@@ -13,7 +13,6 @@ import numpy as np
 
 from antiphon.cost.memory import msi_memory_bytes
 from antiphon.cost.network import Link, message_bytes
-from antiphon.cost.parts import Roof, grouped_gemm
 from antiphon.cost.ping_pong import (
     balanced_attention_workers,
     conditions,
@@ -22,6 +21,7 @@ from antiphon.cost.ping_pong import (
     min_micro_batches,
     throughput_per_cost,
 )
+from antiphon.cost.roofline import Roof, grouped_gemm
 from antiphon.planner.candidate_table import CandidateTable, Outcome
 from antiphon.planner.candidates import Pins
 from antiphon.planner.outcome import outcome_at

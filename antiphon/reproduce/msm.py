@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from antiphon.cost.network import collective_bytes
-from antiphon.cost.parts import roofs
+from antiphon.cost.roofline import roofs
 from antiphon.cost.training.counts import (
     StepEstimate,
     causal_imbalance,

@@ -35,7 +35,7 @@ from antiphon.base.units import format_bytes
 from antiphon.cost.exchange import Spread, direct, expected_distinct, once_per_node
 from antiphon.cost.layers import query_tile
 from antiphon.cost.network import Network, network
-from antiphon.cost.parts import Parts, grouped_gemm, kernel, roof, roofs
+from antiphon.cost.roofline import Parts, grouped_gemm, kernel, roof, roofs
 from antiphon.cost.training.setup import TrainingPrecision
 from antiphon.planner.candidates import Pins
 from antiphon.planner.outcome import outcome_at

@@ -25,6 +25,7 @@ from antiphon.models.planned import check_planned_for
 from antiphon.models.shares import check_ranks
 from antiphon.serve.config import MAX_BATCH_TOKENS, ServeConfig
 from antiphon.serve.layout_text import Layout
+from antiphon.serve.policy.handover import MAX_PROMPTS
 from antiphon.specs.cluster import NodeGroup, cluster_from_json
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
@@ -43,7 +44,6 @@ from antiphon.specs.plan import (
 # A plan for a cluster, opened on a laptop, must not start a hundred processes; a trial with some too many may.
 MAX_WORKERS_PER_DEVICE = 4
 MIN_BATCH_TOKENS = 256  # of a prefill worker's step: long prompts come in chunks
-_MOST_PREFILLS = 256  # at once on a worker
 _DECODING: tuple[PhaseName, ...] = ("decode", "serve")  # phases that serving needs one of
 _UNEVEN = 0.05  # a replica's fraction that differs more than this from an even share is worth a note
 
@@ -169,7 +169,7 @@ def _served_phase(plan: Plan, name: PhaseName, spec: ModelSpec, file: Path) -> S
 def _prefill_pool(plan: Plan, spec: ModelSpec, file: Path) -> ServedPlan:
     """A prefill phase's batch counts tokens: rows of a step, not requests."""
     served = _served_phase(plan, "prefill", spec, file)
-    running, rows = min(served.max_running, _MOST_PREFILLS), max(served.max_running, MIN_BATCH_TOKENS)
+    running, rows = min(served.max_running, MAX_PROMPTS), max(served.max_running, MIN_BATCH_TOKENS)
     notes = served.notes
     if rows > MAX_BATCH_TOKENS:
         notes += (f"passes of {rows:,} tokens in the plan; here a step has at most {MAX_BATCH_TOKENS:,}",)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from antiphon.cost.memory import expert_weight_bytes
-from antiphon.cost.parts import FloatArray
+from antiphon.cost.roofline import FloatArray
 from antiphon.cost.skew import expected_max_rows_of
 from antiphon.placement.place import balance, busiest_share
 from antiphon.planner.candidates import Candidates

@@ -29,7 +29,7 @@ from antiphon.planner.candidates import Candidates
 from antiphon.planner.predict import candidate_of
 from antiphon.planner.room import BLOCK_SIZE, cache_bytes
 from antiphon.planner.setting import Setting
-from antiphon.serve.policy.handover import HandOver
+from antiphon.serve.policy.handover import MAX_PROMPTS, HandOver
 from antiphon.serve.policy.handover_sides import SLOT_BYTES, SLOTS
 from antiphon.serve.policy.request import SchedulerConfig
 from antiphon.sim.demand import Demand
@@ -39,7 +39,6 @@ from antiphon.specs.plan import PHASES, PhaseName, PhasePlan, Plan
 
 Prefill = Literal["mixed", "elsewhere"]
 Role = Literal["attention", "experts"]
-_MOST_PREFILLS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +201,7 @@ def _pool(
 def _config(name: PhaseName, phase: PhasePlan, setting: Setting, demand: Demand, total_blocks: int) -> SchedulerConfig:
     """Limits of one attention worker, as the engine would take them from the plan."""
     per_worker = -(-phase.batch // phase.parallel.attention_dp)
-    max_running = min(per_worker, _MOST_PREFILLS) if name == "prefill" else per_worker
+    max_running = min(per_worker, MAX_PROMPTS) if name == "prefill" else per_worker
     reserved = reserved_blocks(total_blocks)
     longest = np.sort(blocks_of(demand.input_tokens + demand.output_tokens, BLOCK_SIZE))[::-1][:max_running]
     most, allowed = setting.model.max_position, setting.workload.max_length

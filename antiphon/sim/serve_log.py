@@ -23,12 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.base.trace import process_named, thread_named, write_events
+from antiphon.cost.roofline import FloatArray
 from antiphon.serve.engine_api import HandoverCounts
 from antiphon.sim.expert_load import Move
 from antiphon.sim.instances import Instance, LivePool, Step
 from antiphon.sim.pools import Kill, Pool
 
-PERCENTILES = (0.5, 0.9, 0.99)
 MOST_SAMPLES = 2000
 MOST_STEPS = 200_000
 _EXPERTS_TRACK = 1_000_000
@@ -63,28 +63,6 @@ class Record:
     @property
     def e2e_s(self) -> float | None:
         return None if self.finished_s is None else self.finished_s - self.arrival_s
-
-
-def summary(values: NDArray[np.float64], counts: NDArray[np.int64] | None = None) -> dict[str, float]:
-    """Mean, percentiles and maximum; empty if there is nothing. A percentile is a value that occurs: the smallest that
-    so large a share does not exceed."""
-    if not len(values):
-        return {}
-    weights = np.ones(len(values)) if counts is None else counts.astype(np.float64)
-    order = np.argsort(values, kind="stable")
-    values, weights = values[order], weights[order]
-    reached = np.cumsum(weights)
-    found = {"mean": float((values * weights).sum() / reached[-1])}
-    for percentile in PERCENTILES:
-        found[f"p{percentile * 100:g}"] = percentile_of(values, reached, percentile)
-    found["max"] = float(values[-1])
-    return found
-
-
-def percentile_of(ordered: NDArray[np.float64], reached: NDArray[np.float64], percentile: float) -> float:
-    """`reached`: cumulative weights of the ordered values."""
-    index = int(np.searchsorted(reached, percentile * reached[-1] * (1 - 1e-12)))
-    return float(ordered[min(index, len(ordered) - 1)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,11 +108,11 @@ class ServeLog:
         self.gap_counts.extend(gaps.values())
         self.gap_ends_s.extend([now_s] * len(gaps))
 
-    def gap_summary(self, after_s: float = -1.0, until_s: float = math.inf) -> dict[str, float]:
-        """Of the gaps that end after the first time, and at the latest at the second."""
+    def gaps_between(self, after_s: float = -1.0, until_s: float = math.inf) -> tuple[FloatArray, NDArray[np.int64]]:
+        """Seconds of the gaps that end after the first time and at the latest at the second, and how many of each."""
         ends_s = np.asarray(self.gap_ends_s)
         counted = (after_s < ends_s) & (ends_s <= until_s)
-        return summary(np.asarray(self.gaps_s)[counted], np.asarray(self.gap_counts)[counted])
+        return np.asarray(self.gaps_s)[counted], np.asarray(self.gap_counts)[counted]
 
     def sample(self, now_s: float, pools: Sequence[LivePool]) -> None:
         """Look at the queues, if it is time to."""

@@ -12,13 +12,16 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from antiphon.cost.parts import FloatArray
+from antiphon.cost.roofline import FloatArray
 from antiphon.planner.predict import predict
 from antiphon.sim.instances import LivePool
-from antiphon.sim.serve_log import Record, ServingRun, percentile_of, summary
+from antiphon.sim.serve_log import Record, ServingRun
 from antiphon.specs.plan import PhasePlan, Predicted
 from antiphon.specs.workload import SloSpec
+
+PERCENTILES = (0.5, 0.9, 0.99)  # of the times to a first token, of a token and of gaps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +110,7 @@ def serving_result(run: ServingRun, slo: SloSpec, *, num_cut: int = 0) -> Servin
         arrival_rate=(len(run.records) - 1) / last_arrival_s if last_arrival_s > 0 else None,
         ttft_s=summary(ttft),
         tpot_s=summary(tpot),
-        itl_s=run.log.gap_summary(),
+        itl_s=summary(*run.log.gaps_between()),
         e2e_s=summary(_values(served, "e2e_s")),
         output_tokens_per_s=output / duration_s,
         steady_tokens_per_s=_steady(
@@ -137,6 +140,28 @@ def _handovers(run: ServingRun) -> dict[str, Any] | None:
         **msgspec.structs.asdict(run.handovers),
         "exposed_share": run.handovers.exposed_s / stepped_s if stepped_s else 0.0,
     }
+
+
+def summary(values: FloatArray, counts: NDArray[np.int64] | None = None) -> dict[str, float]:
+    """Mean, percentiles and maximum; empty if there is nothing. A percentile is a value that occurs: the smallest that
+    so large a share does not exceed."""
+    if not len(values):
+        return {}
+    weights = np.ones(len(values)) if counts is None else counts.astype(np.float64)
+    order = np.argsort(values, kind="stable")
+    values, weights = values[order], weights[order]
+    reached = np.cumsum(weights)
+    found = {"mean": float((values * weights).sum() / reached[-1])}
+    for percentile in PERCENTILES:
+        found[f"p{percentile * 100:g}"] = percentile_of(values, reached, percentile)
+    found["max"] = float(values[-1])
+    return found
+
+
+def percentile_of(ordered: FloatArray, reached: FloatArray, percentile: float) -> float:
+    """`reached`: cumulative weights of the ordered values."""
+    index = int(np.searchsorted(reached, percentile * reached[-1] * (1 - 1e-12)))
+    return float(ordered[min(index, len(ordered) - 1)])
 
 
 def _values(records: list[Record], name: str) -> FloatArray:

@@ -25,8 +25,8 @@ import numpy as np
 
 from antiphon.cost.layers import StepRows, attention_layer
 from antiphon.cost.network import Side, m2n
-from antiphon.cost.parts import FloatArray
 from antiphon.cost.profile import LayerKind, profiled_attention, profiled_messages
+from antiphon.cost.roofline import FloatArray
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import CandidateGroup, StepParts, group_of, sides, step_parts

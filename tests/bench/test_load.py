@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from antiphon.base.errors import UserError
 from antiphon.bench.box import box_unavailable
-from antiphon.bench.harness.contest import Repetition, Repetitions
+from antiphon.bench.harness.quiet import Repetition, Repetitions
 from antiphon.bench.load import (
     LoadCase,
     LoadedRequest,
@@ -47,7 +47,7 @@ WORKLOAD = WorkloadSpec(
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("antiphon.bench.harness.contest.wait_for_quiet", lambda *args, **options: True)
+    monkeypatch.setattr("antiphon.bench.harness.quiet.wait_for_quiet", lambda *args, **options: True)
 
 
 class RefusingServer(ThreadingHTTPServer):

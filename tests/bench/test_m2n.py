@@ -17,7 +17,7 @@ import pytest
 from antiphon import _m2n
 from antiphon.base.errors import PeerLost, ResourceError, UserError
 from antiphon.bench.harness import children
-from antiphon.bench.harness.contest import Repetition, Repetitions
+from antiphon.bench.harness.quiet import Repetition, Repetitions
 from antiphon.bench.m2n.cases import (
     M2nContestant,
     by_processes,

@@ -13,9 +13,10 @@ from antiphon.base.errors import PeerLost, UserError
 from antiphon.bench.harness import children
 from antiphon.bench.harness.children import ChildFailed, Children
 from antiphon.bench.profile.exchange import Rounds, Served, exchange_medians
+from antiphon.bench.profile.local_times import Wanted, default_threads, measure
 from antiphon.bench.profile.measure import NORMAL, QUICK, gaps_between_steps, start_rigs, step_parts
-from antiphon.bench.profile.profile import Wanted, cost_profile, default_threads, measure, this_cluster
 from antiphon.bench.profile.rig import PartSeconds, Rig, RigWork
+from antiphon.bench.profile.this_machine import cost_profile, this_cluster
 from antiphon.cost.profile import LocalTimes, read_profile
 from antiphon.models.config import load_model_spec
 from antiphon.planner.local_prediction import LocalChoice, predict_decode

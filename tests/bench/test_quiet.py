@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from antiphon.bench.harness import contest as quiet
-from antiphon.bench.harness.contest import CpuWatch, MeasuredAround, Repetition, Repetitions
+from antiphon.bench.harness import quiet
+from antiphon.bench.harness.quiet import CpuWatch, MeasuredAround, Repetition, Repetitions
 
 
 def test_busy_time_adds_up_everything_but_idle() -> None:

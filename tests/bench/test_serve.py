@@ -53,7 +53,7 @@ def model(checkpoint: Path) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = MachineLimits(read_by_threads={1: 1e9}, gemm_by_threads={1: 1e9})
     monkeypatch.setattr(serve, "measure_limits", lambda device: limits)
-    monkeypatch.setattr("antiphon.bench.harness.contest.wait_for_quiet", lambda *args, **options: True)
+    monkeypatch.setattr("antiphon.bench.harness.quiet.wait_for_quiet", lambda *args, **options: True)
 
 
 @pytest.fixture

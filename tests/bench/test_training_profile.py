@@ -8,7 +8,7 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.bench.profile.measure import QUICK
-from antiphon.bench.profile.profile import training_profile
+from antiphon.bench.profile.this_machine import training_profile
 from antiphon.bench.profile.training import WantedTraining, few_layers, measure_training
 from antiphon.cost.profile import read_profile
 from antiphon.cost.training.measured import machine_of_ranks

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from antiphon.models.families.readers import FAMILIES
+from antiphon.models.families.config_readers import FAMILIES
 from benchmarks.models_table import LAYOUTS, PAGE, RESULT_ROW, TOLERANCE, ModelComparison, main, page
 from tests.models.conftest import FAMILIES as COMPARABLE
 from tests.models.float8_specimens import FORMATS

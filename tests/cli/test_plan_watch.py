@@ -15,7 +15,7 @@ from antiphon.cli.commands import single_command
 from antiphon.cli.plan import plan
 from antiphon.cli.plan_watch import layout_words, load_between, look, verdict
 from antiphon.models.planned import planned_model
-from antiphon.planner.what_if import SeenLoad, replan
+from antiphon.planner.replan import SeenLoad, replan
 from antiphon.specs.plan import Plan, read_plan
 
 APP = single_command(plan)

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.base.system import one_writer
+from antiphon.bench.profile.local_times import Wanted
 from antiphon.bench.profile.measure import QUICK
-from antiphon.bench.profile.profile import Wanted
 from antiphon.cli.commands import single_command
 from antiphon.cli.profile import parse_counts, profile
 from antiphon.cost.curves import Curve

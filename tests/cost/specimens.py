@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from antiphon.cost.layers import StepRows, attention_layer
-from antiphon.cost.parts import Number, Parts, Roofs
+from antiphon.cost.roofline import Number, Parts, Roofs
 from antiphon.specs.cluster import ClusterSpec, DeviceSpec, EfficiencySpec, NodeGroup
 from antiphon.specs.model import (
     AttentionSpec,

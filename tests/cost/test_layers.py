@@ -12,7 +12,7 @@ from antiphon.cost.layers import (
     output_head,
 )
 from antiphon.cost.memory import attention_matrices, cached_width, gated_matrices, local_heads
-from antiphon.cost.parts import Roof, Roofs
+from antiphon.cost.roofline import Roof, Roofs
 from antiphon.cost.training.counts import forward_flops_per_token
 from antiphon.specs.counts import count_flops, count_parameters
 from antiphon.specs.model import FeedForwardSpec, ModelSpec, PrecisionSpec

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.cost.layers import expert_feed_forward
-from antiphon.cost.parts import roofs
+from antiphon.cost.roofline import roofs
 from antiphon.specs.cluster import DeviceSpec, EfficiencySpec
 from antiphon.specs.model import ModelSpec, PrecisionSpec
 from tests.cost.specimens import ROUND, attention_decode, attention_prefill, deepseek_v3, mixtral_8x22b, tiny_model

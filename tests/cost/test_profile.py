@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
 from antiphon.cost.curves import Curve, Surface
-from antiphon.cost.parts import Parts
 from antiphon.cost.profile import (
     AttentionTable,
     ExpertTable,
@@ -25,6 +24,7 @@ from antiphon.cost.profile import (
     read_profile,
     read_serving_profile,
 )
+from antiphon.cost.roofline import Parts
 from tests.cost.training.specimens import training_tables
 
 CURVE = Curve((1.0, 2.0, 4.0), (10.0, 12.0, 20.0))

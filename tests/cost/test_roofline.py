@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.cost.parts import Parts, Roof, gemm, grouped_gemm, kernel, longest, roof, roofs, select
+from antiphon.cost.roofline import Parts, Roof, gemm, grouped_gemm, kernel, longest, roof, roofs, select
 from antiphon.specs.cluster import EfficiencySpec
 from tests.cost.specimens import PERFECT, ROUND
 

@@ -7,7 +7,7 @@ import pytest
 
 from antiphon.cost.layers import expert_feed_forward
 from antiphon.cost.memory import attention_weight_bytes, expert_weight_bytes, kv_bytes_per_token, tokens_of_state
-from antiphon.cost.parts import roofs
+from antiphon.cost.roofline import roofs
 from antiphon.reproduce import shipped_model
 from antiphon.specs.cluster import EfficiencySpec, load_device
 from antiphon.specs.counts import count_parameters

@@ -15,7 +15,7 @@ from antiphon.kernels.api import KernelBackend
 from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.batch import make_attention_batch
 from antiphon.models.config import load_model_spec
-from antiphon.models.families.readers import FAMILIES as KNOWN
+from antiphon.models.families.config_readers import FAMILIES as KNOWN
 from antiphon.models.load import load_attention_half, load_expert_half, open_checkpoint
 from antiphon.specs.model import KVStorage
 from tests.models.decoder import Decoder

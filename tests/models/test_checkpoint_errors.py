@@ -13,7 +13,7 @@ from antiphon.base.errors import CheckpointError
 from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec, model_spec
-from antiphon.models.families.readers import FAMILIES
+from antiphon.models.families.config_readers import FAMILIES
 from antiphon.models.load import load_attention_half, load_expert_half, open_checkpoint
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from antiphon.base.errors import CheckpointError
 from antiphon.models.config import model_spec
+from antiphon.models.families.config_readers import FAMILIES
 from antiphon.models.families.config_values import ROPE_RULES, RULES, SECTIONS
-from antiphon.models.families.readers import FAMILIES
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.model import ModelSpec
 

@@ -6,7 +6,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from antiphon.base.errors import CheckpointError, UserError
-from antiphon.models.families.readers import FAMILIES
+from antiphon.models.families.config_readers import FAMILIES
 from antiphon.models.planned import changed, planned_model
 from antiphon.specs.counts import count_parameters
 

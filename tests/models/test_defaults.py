@@ -16,8 +16,8 @@ from transformers import CONFIG_MAPPING, __version__
 
 from antiphon.base.errors import CheckpointError
 from antiphon.models.config import LACKING, model_spec
+from antiphon.models.families.config_readers import FAMILIES
 from antiphon.models.families.config_values import DEFAULTS, RULES, assumed
-from antiphon.models.families.readers import FAMILIES
 from antiphon.models.planned import QUIRKS, Quirk, planned_model
 from antiphon.specs.model import ModelSpec
 from tests.models.conftest import FAMILIES as COMPARED

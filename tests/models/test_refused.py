@@ -6,7 +6,7 @@ import pytest
 
 from antiphon.base.errors import CheckpointError
 from antiphon.models.config import LACKING, TEXT_MODELS, model_spec
-from antiphon.models.families.readers import FAMILIES
+from antiphon.models.families.config_readers import FAMILIES
 
 
 def message_of(config: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from antiphon.cost.parts import Parts
+from antiphon.cost.roofline import Parts
 from antiphon.models.config import load_model_spec
 from antiphon.report.gather import (
     MemoryUse,

@@ -9,7 +9,7 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.models.expert_half import FREE, ExpertHalf
 from antiphon.serve.worker import experts
-from antiphon.serve.worker.experts import ExpertMoves
+from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.specs.placement import ExpertPlacement
 
 NOW = ExpertPlacement(2, {0: ((0,), (0,), (1,)), 1: ((0,), (1,), (1,))})

@@ -8,7 +8,7 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.models.config import model_spec
-from antiphon.models.families.readers import FAMILIES
+from antiphon.models.families.config_readers import FAMILIES
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.served_plan import check_workers_fit, served_plan_of
 from antiphon.specs.cluster import cluster_to_json

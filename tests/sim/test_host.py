@@ -13,6 +13,7 @@ from antiphon.sim.demand import draw_demand
 from antiphon.sim.host import CoreWaits, DrawnWaits, ServingHost, SharedCores, Then
 from antiphon.sim.pools import ServingOptions, pools_of
 from antiphon.sim.serve_log import Record, ServingRun
+from antiphon.sim.serve_results import summary
 from antiphon.sim.serving_run import simulate_serving
 from antiphon.specs.plan import PhasePlan
 from antiphon.specs.workload import WorkloadSpec
@@ -200,8 +201,10 @@ def test_tokens_that_wait_for_the_engine_come_late_and_delay_no_step_but_the_nex
             assert (other.tpot_s or 0.0) + 2e-3 < (one.tpot_s or 0.0) < 8e-3
     sometimes = replace(late, wakes_s=(0.0, 0.0, 0.0, 4e-3))
     found = serve(of, where, phases, count=2, client_here=False, waits=sometimes)
-    assert found.log.gap_summary()["p99"] > plain.log.gap_summary()["p99"] + 3e-3
-    assert found.log.gap_summary()["mean"] == pytest.approx(plain.log.gap_summary()["mean"], rel=0.2)
+    assert summary(*found.log.gaps_between())["p99"] > summary(*plain.log.gaps_between())["p99"] + 3e-3
+    assert summary(*found.log.gaps_between())["mean"] == pytest.approx(
+        summary(*plain.log.gaps_between())["mean"], rel=0.2
+    )
 
 
 def test_stalls_make_steps_longer() -> None:

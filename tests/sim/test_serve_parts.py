@@ -23,7 +23,8 @@ from antiphon.sim.events import EventGraph
 from antiphon.sim.expert_load import ExpertLoad, Popularity, fractions_of
 from antiphon.sim.pools import Kill, ServingOptions, parse_kill, pools_of
 from antiphon.sim.resources import InOrder
-from antiphon.sim.serve_log import MOST_SAMPLES, ServeLog, summary, write_serving_trace
+from antiphon.sim.serve_log import MOST_SAMPLES, ServeLog, write_serving_trace
+from antiphon.sim.serve_results import summary
 from antiphon.sim.step_price import StepPricer, round_robin_s, rows_of
 from antiphon.sim.step_tables import Line, line, plane, sizes_up_to, step_tables
 from antiphon.specs.workload import LengthSpec
@@ -264,17 +265,17 @@ def test_percentiles_of_gaps_are_those_of_the_tokens() -> None:
     log.delivered(1.0, 8, {0.3: 1, 0.1: 7})
     log.delivered(2.0, 2, {0.2: 2})
     each = np.array([0.1] * 7 + [0.2] * 2 + [0.3])
-    assert log.gap_summary() == summary(each)
-    assert log.gap_summary() == {
+    assert summary(*log.gaps_between()) == summary(each)
+    assert summary(*log.gaps_between()) == {
         "mean": pytest.approx(0.14),
         "p50": 0.1,
         "p90": 0.2,
         "p99": 0.3,
         "max": 0.3,
     }
-    assert log.gap_summary(after_s=1.0) == summary(np.array([0.2, 0.2]))
-    assert log.gap_summary(until_s=1.0) == summary(np.array([0.1] * 7 + [0.3]))
-    assert log.gap_summary(after_s=2.0) == ServeLog(record_steps=False).gap_summary() == {}
+    assert summary(*log.gaps_between(after_s=1.0)) == summary(np.array([0.2, 0.2]))
+    assert summary(*log.gaps_between(until_s=1.0)) == summary(np.array([0.1] * 7 + [0.3]))
+    assert summary(*log.gaps_between(after_s=2.0)) == summary(*ServeLog(record_steps=False).gaps_between()) == {}
 
 
 def test_samples_stay_few_and_in_order() -> None:

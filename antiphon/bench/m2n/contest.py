@@ -4,7 +4,7 @@ For each number of senders and receivers
 1. start the processes of every contestant; between their turns they are blocked in a read
 2. for each size: check a few rounds byte by byte; find how many rounds take `BLOCK_S`
 3. repeat: one block of rounds of each contestant, the order turned around every time, until each has enough blocks
-   with little foreign CPU (see `harness.contest`)
+   with little foreign CPU (see `harness.quiet`)
 4. check again; a contestant that delivers anything wrong ends the benchmark
 
 A block begins with rounds that do not count: the processes do not wake up at the same moment.
@@ -32,7 +32,8 @@ from antiphon.base.progress import progress
 from antiphon.base.trace import process_named, thread_named, write_events
 from antiphon.base.units import format_bytes
 from antiphon.bench.harness.children import Children, programs
-from antiphon.bench.harness.contest import ContestColumns, Repetitions, Row, foreign_words, seconds, take_turns, times
+from antiphon.bench.harness.columns import ContestColumns, Row, foreign_words, seconds, times
+from antiphon.bench.harness.quiet import Repetitions, take_turns
 from antiphon.bench.m2n.cases import M2nContestant, by_processes, check_memory, largest, under_mpiexec
 from antiphon.bench.m2n.rounds import MemberSeat, RoundTraffic, member_of
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from antiphon.cost.parts import Number, Parts
+from antiphon.cost.roofline import Number, Parts
 from antiphon.cost.training.memory import TrainingMemory
 from antiphon.cost.training.rematerialize import Rematerialized
 from antiphon.specs.counts import flops_per_token

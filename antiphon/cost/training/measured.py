@@ -12,8 +12,8 @@ Rejected: overlap. The trainer waits for its collectives; a rank that waits leav
 import numpy as np
 
 from antiphon.cost.memory import share_of
-from antiphon.cost.parts import FloatArray, Number, Parts
 from antiphon.cost.profile import Profile, SumName, TrainingLayer, TrainingTables
+from antiphon.cost.roofline import FloatArray, Number, Parts
 from antiphon.cost.training.counts import StepEstimate, model_flops_utilization, tokens_per_s
 from antiphon.cost.training.memory import RankParameters, StageLayers, TrainingMemory, rank_parameters, table_parameters
 from antiphon.cost.training.rematerialize import Rematerialized

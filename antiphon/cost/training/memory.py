@@ -19,7 +19,7 @@ import numpy as np
 from antiphon.base.errors import UserError
 from antiphon.base.split_evenly import split_evenly
 from antiphon.cost.memory import attention_matrices, elements_of, gated_matrices, share_of
-from antiphon.cost.parts import Number
+from antiphon.cost.roofline import Number
 from antiphon.cost.training.setup import TrainingSetup
 from antiphon.specs.counts import ParameterCounts, count_parameters
 from antiphon.specs.model import BYTES_OF, ModelSpec

@@ -43,7 +43,7 @@ from antiphon.cost.memory import (
     visible_tokens,
 )
 from antiphon.cost.network import Link, Network
-from antiphon.cost.parts import Number, Parts, Roof, grouped_gemm, kernel, select
+from antiphon.cost.roofline import Number, Parts, Roof, grouped_gemm, kernel, select
 from antiphon.cost.training.setup import LayerCase
 from antiphon.specs.model import BYTES_OF
 

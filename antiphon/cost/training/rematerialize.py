@@ -40,7 +40,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.cost.parts import FloatArray, Number, Parts
+from antiphon.cost.roofline import FloatArray, Number, Parts
 from antiphon.cost.training.memory import (
     StageLayers,
     TrainingMemory,

@@ -17,8 +17,8 @@ from antiphon.base.errors import UserError
 from antiphon.cost.exchange import Spread, expected_distinct
 from antiphon.cost.memory import share_of
 from antiphon.cost.network import Network, network
-from antiphon.cost.parts import Number, Roofs, roofs
 from antiphon.cost.profile import Profile
+from antiphon.cost.roofline import Number, Roofs, roofs
 from antiphon.specs.cluster import ClusterSpec, ComputeDtype, NodeGroup
 from antiphon.specs.model import BYTES_OF, ModelSpec, StorageDtype
 

@@ -46,7 +46,7 @@ import numpy as np
 from antiphon.base.errors import UserError
 from antiphon.cost.memory import share_of
 from antiphon.cost.network import Network
-from antiphon.cost.parts import FloatArray, Number, Parts, kernel, longest, select
+from antiphon.cost.roofline import FloatArray, Number, Parts, kernel, longest, select
 from antiphon.cost.training.counts import StepEstimate, model_flops_utilization, tokens_per_s
 from antiphon.cost.training.measured import measured_step
 from antiphon.cost.training.memory import (

@@ -33,6 +33,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 HandOver = Literal["layers", "end"]  # keys and values leave after each layer, or all at the end of a step
+MAX_PROMPTS = 256  # that a prefill worker has under way
 MAX_LOST = 2  # hand-overs of a request's tokens; then the decode worker computes them
 _REPEAT_S = 1.0  # a withdrawal without an answer is repeated so often
 

@@ -48,8 +48,9 @@ from antiphon.serve.worker.exchange import (
     RowRouting,
     StepExchange,
 )
+from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.expert_prefetch import Prefetcher, PrefetchingExchange
-from antiphon.serve.worker.experts import ExpertCounters, ExpertMoves, ExpertRanks, ExpertRunner
+from antiphon.serve.worker.experts import ExpertCounters, ExpertRanks, ExpertRunner
 from antiphon.serve.worker.hybrid import (
     HybridStepExchange,
     PrefetchingHybrid,

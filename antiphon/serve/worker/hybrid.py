@@ -24,8 +24,9 @@ from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.shares import Share, share_of
 from antiphon.serve.worker.endpoints import group_maker
 from antiphon.serve.worker.exchange import StepExchange
+from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.expert_prefetch import PrefetchingExchange, PrefetchSlots
-from antiphon.serve.worker.experts import ExpertCounters, ExpertMoves
+from antiphon.serve.worker.experts import ExpertCounters
 from antiphon.serve.worker.messages import Configure, RunStep
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.cost.parts import Parts
+from antiphon.cost.roofline import Parts
 from antiphon.cost.training.operators import Kernel, LayerOperators, Product
 from antiphon.cost.training.step import (
     computation_to_communication,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.cost.parts import Parts
+from antiphon.cost.roofline import Parts
 from antiphon.cost.training.operators import layer_operators
 from antiphon.cost.training.rematerialize import (
     CHEAP,

@@ -1,12 +1,4 @@
-"""A time in five parts, so that every estimate can say what bounds it.
-
-1. Arithmetic, memory traffic, the two levels of the network and fixed costs are kept apart; `total_s` is their sum.
-2. Of a kernel that both computes and moves bytes, the longer of the two is booked and the other is 0: they overlap.
-3. Fields are floats or arrays; arrays hold one value per candidate and broadcast, so that a search needs no loop.
-
-Rejected: one number and a label. A label cannot be added up over the kernels of a layer.
-
-How long a kernel takes: arithmetic and memory traffic beside each other, and what starts and ends it.
+"""How long a kernel takes: arithmetic and memory traffic beside each other, and what starts and ends it.
 
     T = sqrt(arithmetic^2 + traffic^2) + num_kernels * kernel_s
     arithmetic = flops / (peak * sustained * efficiency) + waves * tile_s,    traffic = bytes / (bandwidth * efficiency)
@@ -18,6 +10,14 @@ How long a kernel takes: arithmetic and memory traffic beside each other, and wh
 3. Weights are read once, rows read and written once. With few rows the weights' bytes dominate: batching cures that.
    Of a grouped product only the touched experts' weights are read, and each expert's rows fill tiles of 64 at least.
 4. Efficiencies are the cluster's one calibration (`EfficiencySpec`), the same for every model and layout.
+
+A time is in five parts, so that every estimate can say what bounds it:
+
+1. Arithmetic, memory traffic, the two levels of the network and fixed costs are kept apart; `total_s` is their sum.
+2. Of a kernel that both computes and moves bytes, the longer of the two is booked and the other is 0: they overlap.
+3. Fields are floats or arrays; arrays hold one value per candidate and broadcast, so that a search needs no loop.
+
+Rejected: one number and a label. A label cannot be added up over the kernels of a layer.
 
 `docs/calibration.md` holds this against published tables of products and attention. Rejected: an efficiency for each
 table's shapes. It explains what was measured and says nothing about the shape between; where a machine was measured
@@ -40,7 +40,7 @@ Number = float | FloatArray
 BOUND_NAMES = ("compute", "memory bandwidth", "scale-up network", "scale-out network", "fixed cost")
 TILE = 128
 LEAST_TILE_ROWS = 64
-LOST_OF_LAST_WAVE = 0.25
+LOST_OF_LAST_WAVE = 0.25  # of the time of a wave of tiles
 
 
 @dataclass(frozen=True)

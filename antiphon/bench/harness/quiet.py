@@ -1,5 +1,4 @@
-"""What benchmarks of several contestants share: timings that other processes did not spoil, how long contestants take
-turns, and what a table shows of their rows.
+"""Timings that other processes did not spoil: when a machine is quiet, and how long contestants take turns.
 
 Method
 1. `/proc/stat` gives the CPU time of all processes, psutil that of our own process tree (this process, its
@@ -13,8 +12,6 @@ Method
    says so through their share.
 4. What a run is predicted from is measured right before and right after it, for machines drift from minute to minute;
    the mean of both predictions counts (`MeasuredAround`).
-5. A benchmark makes one row, a dictionary, for each contestant and case. The JSON has the rows as they are.
-   `ContestColumns` says once which parts people see, under which heading and in which form.
 
 Rejected: the load average (a minute late, and it counts ourselves), and best-of-N alone (a two-thread product
 slows down fifty-fold when a third process is busy, so N disturbed repetitions say nothing).
@@ -28,21 +25,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import psutil
 
 from antiphon.base.logging import get_logger
-from antiphon.base.units import format_bytes, format_seconds
 
-FOREIGN_SHARE_LIMIT = 0.08
+FOREIGN_SHARE_LIMIT = 0.08  # of the CPU time there is; a machine with less is quiet
 NUM_QUIET_REPETITIONS = 3
 _SHORT_PATIENCE_S = 5.0
 _log = get_logger("bench")
 
 Value = TypeVar("Value")
-Row = Mapping[str, Any]
-Cell = Callable[[Row], object]
 
 
 def machine_busy_s(proc_stat: str) -> float:
@@ -236,71 +230,3 @@ class MeasuredAround(Generic[Value]):
         """Of the run that just ended: before and after it. The same object both times is one."""
         before, self._last = self.before(), self._measure()
         return (before,) if before is self._last else (before, self._last)
-
-
-# --- what a table shows of rows
-
-
-@dataclass(frozen=True)
-class ContestColumns:
-    """Headings with what stands under each: a key of the row, or what a function makes of the row."""
-
-    shown: tuple[tuple[str, str | Cell], ...]
-    title: str | None = None
-
-    @property
-    def headings(self) -> list[str]:
-        return [heading for heading, _ in self.shown]
-
-    def cells(self, rows: Sequence[Row]) -> list[tuple[object, ...]]:
-        """By row, under `headings`."""
-        return [
-            tuple(row[source] if isinstance(source, str) else source(row) for _, source in self.shown) for row in rows
-        ]
-
-
-def shown(key: str, form: Callable[[Any], str]) -> Cell:
-    """A key's value in a form for people; what is None, or not there, stays empty."""
-    return lambda row: None if row.get(key) is None else form(row[key])
-
-
-def seconds(key: str) -> Cell:
-    return shown(key, format_seconds)
-
-
-def milliseconds(key: str) -> Cell:
-    return shown(key, lambda value: f"{value * 1e3:.2f}")
-
-
-def num_bytes(key: str) -> Cell:
-    return shown(key, format_bytes)
-
-
-def share(key: str) -> Cell:
-    return shown(key, lambda value: f"{value:.0%}")
-
-
-def times(key: str) -> Cell:
-    return shown(key, lambda value: f"{value:.3g}x")
-
-
-def ratio(key: str) -> Cell:
-    return shown(key, lambda value: f"{value:.2f}")
-
-
-def foreign_words(row: Row) -> str:
-    """For a table: the foreign share of a row, and whether that was too much."""
-    return f"{row['foreign_cpu_share']:.0%}" + ("" if row["quiet"] else " (not quiet)")
-
-
-# --- limits of options, in the annotation of a field beside `typer.Option`, which the command checks; a tuple: names
-
-
-@dataclass(frozen=True)
-class UpTo:
-    """A count from 1 on. More than `most` is a slip of the finger."""
-
-    most: int
-
-
-PATIENCE = object()  # seconds of a wait
