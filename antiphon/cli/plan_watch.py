@@ -15,11 +15,11 @@ from antiphon.base.errors import UserError
 from antiphon.base.units import format_seconds
 from antiphon.cli.output import emit_json, show
 from antiphon.cli.plan_inputs import parse_target
+from antiphon.cli.top import client_of
 from antiphon.models.planned import planned_model
 from antiphon.planner.replan import Replanned, SeenLoad, is_other, replan, watched_phase
 from antiphon.specs.plan import PhasePlan, Plan, read_plan
 
-PATIENCE_S = 6.0
 ENOUGH = 0.5
 """Requests that must end in a look for their lengths to be known, of those in flight."""
 _COUNTED = ("antiphon:requests_finished_total", "antiphon:prompt_tokens_total", "antiphon:generation_tokens_total")
@@ -47,7 +47,7 @@ def watch(file: Path, options: WatchOptions, json: str | None) -> None:
     if not found.model_config:
         raise UserError(f"{file} does not hold its model's config.json: make it again with antiphon plan")
     every_s, move_s = _time("--look-every", options.look_every), _time("--move-time", options.move_time)
-    with httpx.Client(timeout=PATIENCE_S, trust_env=False) as client, suppress(KeyboardInterrupt):
+    with client_of(None) as client, suppress(KeyboardInterrupt):
         for number, load in enumerate(_loads(client, options.watch or "", every_s)):
             if isinstance(load, UserError):
                 show(f"this look is skipped: {load}", json=json)

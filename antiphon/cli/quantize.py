@@ -16,7 +16,7 @@ from antiphon.kernels.select import make_backend, resolve_dtype
 from antiphon.models.checkpoint_folder import weights_folder
 from antiphon.models.config import load_model_spec
 from antiphon.models.rounding import WeightRounding
-from antiphon.models.write_rounded import Errors, text_loss, write_rounded
+from antiphon.models.write_quantized import Errors, text_loss, write_quantized
 from antiphon.serve.text.tokenizer_reading import TokenizerReader
 from antiphon.specs.model import WEIGHT_GROUP
 
@@ -52,7 +52,7 @@ def quantize(
     wanted = WeightRounding(experts=experts, dense="int8" if dense == "int8" else None, group=group)
     sample = None if text is None else _token_ids(model, text)
     with progress("rounding shards") as report:
-        errors = write_rounded(model, out, wanted, report)
+        errors = write_quantized(model, out, wanted, report)
     show(_error_table(errors), json=json)
     sizes = [sum(file.stat().st_size for file in folder.glob("*.safetensors")) for folder in (model, out)]
     show(f"written to {out}: {format_bytes(sizes[1])}, {model} has {format_bytes(sizes[0])}", json=json)

@@ -46,7 +46,7 @@ from antiphon.cli.output import (
 from antiphon.comm.mesh import Sizes, connect
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.models.config import load_model_spec, model_spec
-from antiphon.models.write_rounded import writing
+from antiphon.models.write_quantized import writing
 from antiphon.report.training_run import comparisons, read_run, write_run_page
 from antiphon.specs.training_plan import TrainingPlan, read_training_plan
 from antiphon.train import checkpoint as checkpoints

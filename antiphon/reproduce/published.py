@@ -227,7 +227,7 @@ def calibration_page() -> str:
     tables = [(table, compared(table)) for table in measured()]
     lines = [
         INTRODUCTION,
-        "| table | rows | within 15% | largest error | spread |",
+        f"| table | rows | within {WITHIN:.0%} | largest error | spread |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     for table, rows in tables:

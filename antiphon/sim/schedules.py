@@ -15,12 +15,11 @@ from typing import Literal
 
 from antiphon.base.errors import UserError
 from antiphon.comm.micro_ops import MicroOp, MicroOpScheduler
-from antiphon.sim.resources import Activity, Discipline, Priority, Slice
+from antiphon.sim.resources import RELATIVE_TIE, Activity, Discipline, Priority, Slice
 
 Schedule = Literal["baseline", "priority", "deferral", "known", "micro_ops"]
 SCHEDULES: tuple[Schedule, ...] = ("baseline", "priority", "deferral", "known", "micro_ops")
 ALL_TO_ALL, ALL_REDUCE = "all_to_all", "all_reduce"
-RELATIVE_TIE = 1e-12  # an all-reduce that ends with the next all-to-all's start fits, rounding aside
 
 
 @dataclass(frozen=True, kw_only=True)

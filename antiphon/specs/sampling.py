@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from antiphon.base.errors import UserError
 
+MAX_LOGPROBS = 20  # of alternatives of one token
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -40,6 +42,7 @@ class SamplingParams:
     grammar: str | None = None  # serialized grammar for the structured-output library, None: free text
 
     def __post_init__(self) -> None:
+        allowed = f"between 0 and {MAX_LOGPROBS}"
         checks = (
             (self.max_tokens >= 0, "max_tokens", self.max_tokens, "at least 0"),
             (0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "between 0 and max_tokens"),
@@ -56,12 +59,12 @@ class SamplingParams:
                 "above 0, at most 100",
             ),
             (self.seed is None or -(2**63) <= self.seed < 2**63, "seed", self.seed, "between -2**63 and 2**63 - 1"),
-            (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", self.logprobs, "between 0 and 20"),
+            (self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", self.logprobs, allowed),
             (
-                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20,
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
                 "prompt_logprobs",
                 self.prompt_logprobs,
-                "between 0 and 20",
+                allowed,
             ),
             (all(self.bad_words), "bad_words", self.bad_words, "words of at least one token"),
             (

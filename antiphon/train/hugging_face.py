@@ -45,7 +45,7 @@ from antiphon.models.tensors import (
     outer_plan,
 )
 from antiphon.models.weights import PLAIN_PURPOSES, WeightReader
-from antiphon.models.write_rounded import save_whole
+from antiphon.models.write_quantized import save_whole
 from antiphon.specs.model import ModelSpec
 from antiphon.train.device import HOST, SHAPES_ONLY
 from antiphon.train.further_token import (

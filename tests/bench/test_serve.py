@@ -27,7 +27,7 @@ from antiphon.cli import bench as command
 from antiphon.models.config import load_model_spec
 from antiphon.models.load import open_checkpoint
 from antiphon.models.rounding import WeightRounding
-from antiphon.models.write_rounded import write_rounded
+from antiphon.models.write_quantized import write_quantized
 
 WORKS = """
 import time
@@ -129,7 +129,7 @@ def test_a_peer_that_fails_later_keeps_the_rows_it_has(model: Path, peers: Peers
 
 def test_bounds_count_the_bytes_that_weights_take(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    write_rounded(model, out, WeightRounding(experts="int4", dense="int8", group=32), lambda done, total: None)
+    write_quantized(model, out, WeightRounding(experts="int4", dense="int8", group=32), lambda done, total: None)
     # Each matrix stores its shape too, which counts in so small a model.
     for folder, expected in ((model, (2, 2, 2)), (out, (0.5625, 1.0625, 2))):
         spec = load_model_spec(folder)

@@ -216,7 +216,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def full(*_: object, **__: object) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("antiphon.models.write_rounded.save_file", full)
+    monkeypatch.setattr("antiphon.models.write_quantized.save_file", full)
     with pytest.raises(UserError, match=r"exported cannot be written \(.*No space left .*remove it$"):
         commands.export(tmp_path / "out", tmp_path / "exported")
     assert not list((tmp_path / "exported").iterdir())

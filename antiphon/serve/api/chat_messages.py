@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from pydantic_core import PydanticCustomError
 
 from antiphon.base.errors import shortened
+from antiphon.serve.api.input_limits import MAX_CALLS
 
 
 class RequestModel(BaseModel):
@@ -90,7 +91,6 @@ Content = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[Part], Field(min_length=1, fail_fast=True), Tag("<list>")],
     TEXT_OR_LIST,
 ]
-MAX_CALLS = 128  # of one turn
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
 
 

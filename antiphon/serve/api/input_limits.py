@@ -36,6 +36,7 @@ _FREE = frozenset({"response_format", "tools", "chat_template_kwargs", "text", "
 _MAX_OBJECT_NAMES = 8 * 1024
 _MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024  # of one of them
+MAX_CALLS = 128  # of tools, in one turn of an assistant
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from antiphon.serve.api.chat_messages import Message, RequestModel, TemplateOptions, ToolChoice
 from antiphon.serve.api.input_limits import MAX_STOP_CHARACTERS
+from antiphon.specs.sampling import MAX_LOGPROBS
 
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
@@ -117,7 +118,7 @@ Count = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 PositiveCount = Annotated[int, Field(ge=1, le=_INT32_MAX)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 BadWord = Annotated[str, Field(min_length=1, max_length=1024)]
-NumLogprobs = Annotated[int, Field(ge=0, le=20)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]

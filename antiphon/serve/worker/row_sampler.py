@@ -32,14 +32,13 @@ from antiphon.serve.worker.sampling import (
     counter_uniform,
     edit_logits,
 )
-from antiphon.specs.sampling import PackedLogprobs
+from antiphon.specs.sampling import MAX_LOGPROBS, PackedLogprobs
 
 ArgmaxRows = Callable[[Tensor], Tensor]
 ChooseRows = Callable[[Tensor, Sequence[RowDraw]], list[int]]
 Int32s = NDArray[np.int32]
 Floats = NDArray[np.float32]
 _ROWS_AT_ONCE = 256  # whose log-probabilities are reported
-MAX_ALTERNATIVES = 20  # the API's limit; always searched, so that ties do not depend on what batch mates asked for
 
 
 def needs_logits(step: SequenceStep) -> bool:
@@ -321,7 +320,8 @@ def _ranked(logits_RV: Tensor, token_ids: Sequence[int]) -> tuple[Int32s, Floats
         tokens_R = np.array(token_ids[begin : begin + _ROWS_AT_ONCE])
         chosen_R = logprobs_RV.gather(1, torch.from_numpy(tokens_R).to(logits_RV.device).unsqueeze(1))
         ranks_R = (logprobs_RV > chosen_R).sum(1) + 1
-        best = logprobs_RV.topk(min(MAX_ALTERNATIVES, logits_RV.shape[1]), dim=-1)
+        # always as many, so that ties do not depend on what batch mates asked for
+        best = logprobs_RV.topk(min(MAX_LOGPROBS, logits_RV.shape[1]), dim=-1)
         ids_RA, values_RA = best.indices.cpu().numpy(), best.values.cpu().numpy()
         order = np.lexsort((ids_RA, -values_RA))
         ids_RA = np.column_stack([tokens_R, np.take_along_axis(ids_RA, order, axis=1)])

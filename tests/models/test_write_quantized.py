@@ -20,7 +20,7 @@ from antiphon.models.config import load_model_spec
 from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert_half
 from antiphon.models.rounding import WeightRounding, format_of, rounded
-from antiphon.models.write_rounded import write_rounded
+from antiphon.models.write_quantized import write_quantized
 from tests.models.decoder import Decoder
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 32}
@@ -69,7 +69,7 @@ def test_the_library_reads_what_is_written(
 ) -> None:
     saved = save_model(tools.config("qwen3_moe", **SIZES))
     out = tmp_path / "out"
-    errors = write_rounded(saved.folder, out, WeightRounding(experts=experts, dense=dense, group=group), silent)
+    errors = write_quantized(saved.folder, out, WeightRounding(experts=experts, dense=dense, group=group), silent)
     theirs, ours = decompressed(out), open_weights(out)
     source = load_file(saved.folder / "model.safetensors")
     assert len(theirs) >= 5 * 3
@@ -103,7 +103,7 @@ def test_transformers_loads_what_is_written(
     """Its logits of the folder are ours: by its own loading, which multiplies out at load or in the first pass."""
     saved = save_model(tools.config(family, **WIDER | OF_FAMILY.get(family, {})))
     out = tmp_path / "out"
-    write_rounded(saved.folder, out, WeightRounding(experts=experts, dense=dense, group=group), silent)
+    write_quantized(saved.folder, out, WeightRounding(experts=experts, dense=dense, group=group), silent)
     token_ids = tools.ids(9)
     ours = tools.run(tools.load(out), token_ids, [9])
     model = AutoModelForCausalLM.from_pretrained(
@@ -122,7 +122,7 @@ def test_transformers_loads_mxfp4(dequantize: bool, save_model: Any, tools: Any,
     file = saved.folder / "model.safetensors"
     save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     out = tmp_path / "out"
-    write_rounded(saved.folder, out, WeightRounding(experts="mxfp4"), silent)
+    write_quantized(saved.folder, out, WeightRounding(experts="mxfp4"), silent)
     token_ids = tools.ids(9)
     ours = tools.run(tools.load(out), token_ids, [9])
     how = {"quantization_config": CompressedTensorsConfig(dequantize=dequantize)}
@@ -145,59 +145,59 @@ def test_a_run_that_was_stopped_goes_on(save_model: Any, tools: Any, tmp_path: P
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_rounded(saved.folder, out, wanted, stop)
+        write_quantized(saved.folder, out, wanted, stop)
     first = {file.name: file.stat().st_mtime_ns for file in out.glob("*.safetensors")}
     assert len(first) == 2
     assert not (out / "config.json").exists()
-    errors = write_rounded(saved.folder, out, wanted, silent)
+    errors = write_quantized(saved.folder, out, wanted, silent)
     assert all((out / name).stat().st_mtime_ns == time for name, time in first.items())
-    assert errors == write_rounded(saved.folder, tmp_path / "again", wanted, silent)
+    assert errors == write_quantized(saved.folder, tmp_path / "again", wanted, silent)
     assert torch.isfinite(tools.run(tools.load(out), tools.ids(9), [9])).all()
     with pytest.raises(UserError, match="was made otherwise"):
-        write_rounded(saved.folder, out, WeightRounding(experts="int8"), silent)
+        write_quantized(saved.folder, out, WeightRounding(experts="int8"), silent)
     with pytest.raises(UserError, match="in few bits already"):
-        write_rounded(out, tmp_path / "third", wanted, silent)
+        write_quantized(out, tmp_path / "third", wanted, silent)
     (shard := min(out.glob("*.safetensors"))).unlink()
     shard.mkdir()
     with pytest.raises(UserError, match=f"{shard.name} is damaged .*: remove it"):
-        write_rounded(saved.folder, out, wanted, silent)
+        write_quantized(saved.folder, out, wanted, silent)
     with pytest.raises(UserError, match="holds the model itself"):
-        write_rounded(saved.folder, saved.folder, wanted, silent)
+        write_quantized(saved.folder, saved.folder, wanted, silent)
 
 
 def test_what_cannot_be_written(save_model: Any, tools: Any, tmp_path: Path) -> None:
     saved = save_model(tools.config("qwen3_moe", **SIZES))
     with pytest.raises(UserError, match=r"--group 128: .* has 64 columns, which groups of 128 do not divide"):
-        write_rounded(saved.folder, tmp_path / "out", WeightRounding(experts="int4", group=128), silent)
+        write_quantized(saved.folder, tmp_path / "out", WeightRounding(experts="int4", group=128), silent)
     saved = save_model(tools.config("granitemoe"))
     with pytest.raises(UserError, match="stores all experts of a layer in one tensor"):
-        write_rounded(saved.folder, tmp_path / "out", WeightRounding(experts="int4", group=8), silent)
+        write_quantized(saved.folder, tmp_path / "out", WeightRounding(experts="int4", group=8), silent)
 
 
 def test_shards_of_other_weights_are_not_kept(save_model: Any, tools: Any, tmp_path: Path) -> None:
     """Another model of the same shape at the same path: its folder would have the weights of the one before."""
     saved, out = save_model(tools.config("qwen3_moe", **SIZES)), tmp_path / "out"
-    write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+    write_quantized(saved.folder, out, WeightRounding(experts="int4"), silent)
     file = saved.folder / "model.safetensors"
     save_file({name: -tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     with pytest.raises(UserError, match=rf"from other weights .*: remove the folder {out}, or give another"):
-        write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+        write_quantized(saved.folder, out, WeightRounding(experts="int4"), silent)
     (out / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(UserError, match=r"model\.safetensors is damaged .*: remove it"):
-        write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+        write_quantized(saved.folder, out, WeightRounding(experts="int4"), silent)
 
 
 def test_a_shard_in_which_a_bit_turned_is_not_kept(save_model: Any, tools: Any, tmp_path: Path) -> None:
     saved, out = save_model(tools.config("qwen3_moe", **SIZES)), tmp_path / "out"
-    write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+    write_quantized(saved.folder, out, WeightRounding(experts="int4"), silent)
     shard = out / "model.safetensors"
     whole = shard.read_bytes()
     for place in (len(whole) - 1, len(whole) // 2, whole.index(b'"errors"') + 30):
         shard.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(UserError, match=r"model\.safetensors is damaged .*: remove it"):
-            write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+            write_quantized(saved.folder, out, WeightRounding(experts="int4"), silent)
     shard.write_bytes(whole)
-    write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+    write_quantized(saved.folder, out, WeightRounding(experts="int4"), silent)
 
 
 def test_a_folder_with_another_model_is_left_as_it_is(save_model: Any, tools: Any, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_folder_with_another_model_is_left_as_it_is(save_model: Any, tools: An
     out.mkdir()
     (out / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"out holds config\.json: give another folder"):
-        write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+        write_quantized(saved.folder, out, WeightRounding(experts="int4"), silent)
     assert (out / "config.json").read_text() == "{}"
 
 
@@ -214,10 +214,10 @@ def test_two_runs_do_not_write_one_folder(save_model: Any, tools: Any, tmp_path:
 
     def second(done: float, total: float | None) -> None:
         with pytest.raises(UserError, match="another run writes it: wait for it"):
-            write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+            write_quantized(saved.folder, out, WeightRounding(experts="int4"), silent)
 
-    write_rounded(saved.folder, out, WeightRounding(experts="int4"), second)
-    write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+    write_quantized(saved.folder, out, WeightRounding(experts="int4"), second)
+    write_quantized(saved.folder, out, WeightRounding(experts="int4"), silent)
 
 
 def test_what_the_system_refuses(save_model: Any, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,25 +229,25 @@ def test_what_the_system_refuses(save_model: Any, tools: Any, tmp_path: Path, mo
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     with monkeypatch.context() as patched:
-        patched.setattr("antiphon.models.write_rounded.save_file", full)
+        patched.setattr("antiphon.models.write_quantized.save_file", full)
         with pytest.raises(UserError, match=r"out cannot be written \(.*No space left.*\): make room"):
-            write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+            write_quantized(saved.folder, out, WeightRounding(experts="int4"), silent)
     assert not list(out.iterdir())
     (out / ".partial").mkdir()
     (out / ".partial/.tmp123").write_bytes(b"of a run that was killed, by the library's own temporary name")
-    write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+    write_quantized(saved.folder, out, WeightRounding(experts="int4"), silent)
     assert not list(out.glob(".*"))
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file cannot be written"):
-        write_rounded(saved.folder, tmp_path / "file", WeightRounding(experts="int4"), silent)
+        write_quantized(saved.folder, tmp_path / "file", WeightRounding(experts="int4"), silent)
 
 
 def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(UserError, match="is a GGUF file: give the folder in Hugging Face format"):
-        write_rounded(tmp_path / "model.gguf", tmp_path / "out", WeightRounding(experts="int4"), silent)
+        write_quantized(tmp_path / "model.gguf", tmp_path / "out", WeightRounding(experts="int4"), silent)
     with pytest.raises(UserError, match="is a GGUF file"):
-        write_rounded(tmp_path, tmp_path / "out", WeightRounding(experts="int4"), silent)
+        write_quantized(tmp_path, tmp_path / "out", WeightRounding(experts="int4"), silent)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "mxfp4"])

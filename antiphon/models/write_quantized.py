@@ -77,7 +77,7 @@ Errors = dict[tuple[int, str], RoundedError]  # by layer and "experts" or "dense
 Squares = dict[str, tuple[float, float]]  # the same of one file: of errors, and of numbers
 
 
-def write_rounded(model: Path, out: Path, wanted: WeightRounding, report: Report) -> Errors:
+def write_quantized(model: Path, out: Path, wanted: WeightRounding, report: Report) -> Errors:
     """Write the folder `out`; returns the errors of every layer. `UserError` if `out` holds something else, another run
     writes it, or it cannot be written."""
     if config_file(model).suffix == GGUF_SUFFIX:
