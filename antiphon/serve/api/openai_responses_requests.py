@@ -15,7 +15,6 @@ from pydantic import Field, Tag, model_validator
 
 from antiphon.base.errors import shortened
 from antiphon.serve.api.chat_messages import (
-    MAX_CALLS,
     TEXT_OR_LIST,
     WORD_OR_CHOICE,
     FunctionName,
@@ -26,7 +25,7 @@ from antiphon.serve.api.chat_messages import (
 )
 from antiphon.serve.api.errors import bad_request, in_client_words
 from antiphon.serve.api.guard.body import validate
-from antiphon.serve.api.input_limits import InputLimits
+from antiphon.serve.api.input_limits import MAX_CALLS, InputLimits
 from antiphon.serve.api.requests import (
     ChatCompletionRequest,
     Count,
