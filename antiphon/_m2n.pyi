@@ -105,9 +105,9 @@ class Inbox:
     def connected(self) -> list[int]:
         """Sources that are connected and alive."""
     def wait_connected(self, sources: int | Sequence[int], timeout_s: float) -> None:
-        """Until so many (or these) sources are connected."""
+        """Until that many (or these) sources are connected."""
     def wait(self, step: int, expect: int | Sequence[int], timeout_s: float) -> None:
-        """Until messages of `step` are visible from so many (or from these) sources.
+        """Until messages of `step` are visible from that many (or from these) sources.
 
         A number counts messages: with it no source may send two of one step. `PeerLost` as soon as too few sources are
         left; a lost source's message that arrived completely counts."""
@@ -167,7 +167,7 @@ class Outbox:
     def wait_reusable(self, timeout_s: float) -> None:
         """Until the payloads of all earlier `send`s may change."""
     def wait_credits(self, num_credits: int, timeout_s: float) -> None:
-        """Until at least so many slots are free; all of them: everything sent has been released."""
+        """Until at least that many slots are free; all of them: everything sent has been released."""
     def counters(self) -> dict[str, int | str]:
         """peer, messages, bytes, credit_waits, credits."""
     def credit_histogram(self) -> list[int]:
@@ -354,7 +354,7 @@ class AttentionStream:
         """What is put on the stream from now on finds the sums in `out`, of which the caller knows the size."""
     @property
     def wait_ns(self) -> int:
-        """Of all combines so far."""
+        """Time spent waiting, of all combines so far."""
     @property
     def exposed_ns(self) -> int: ...
 

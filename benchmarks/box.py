@@ -98,7 +98,7 @@ class Supervision:
             names = ", ".join(str(plan.rank) for plan in self._running.values())
             self._end(TIMED_OUT, f"ranks {names} had not ended within {self._timeout_s:g} s")
         else:
-            # Not for ever: a signal that comes just before it sleeps does not wake it.
+            # Not without end: a signal that comes just before it sleeps does not wake it.
             for process in multiprocessing.connection.wait(list(self._running), min(left_s, 0.5)):
                 assert isinstance(process, NodeProcess)
                 self._ended(process)

@@ -175,7 +175,7 @@ def replace_text(file: Path, text: str) -> None:
 
 @contextmanager
 def one_writer(folder: Path, refusal: str, wait_s: float = 0.0) -> Iterator[None]:
-    """Makes `folder`, `UserError` if that cannot be; within it, whoever else asks for the same is refused as by `lock`.
+    """Makes `folder`, `UserError` if that cannot be; within it, others that ask for the same are refused as by `lock`.
     The lock is on the folder itself, so nothing is left behind."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

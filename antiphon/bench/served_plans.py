@@ -178,7 +178,7 @@ def make_two_phase_plan(model: Path, profile: Path, rate: float, size: WorkloadS
 
 
 def promise_of(served: ServedPlan, profile: Path, rate: float, num_requests: int, folder: Path) -> dict[str, Any]:
-    """What `antiphon simulate` says of that plan by a profile of this machine, for so many requests, which come when
+    """What `antiphon simulate` says of that plan by a profile of this machine, for that many requests, which come when
     those of `bench.load` do."""
     file = folder / "promised.json"
     options = ["--rate", str(rate), "--requests", str(num_requests), "--seed", "0"]

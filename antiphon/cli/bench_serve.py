@@ -83,7 +83,7 @@ def serve(
     contestants = own_engines(layouts, model, sizes, device, threads, expert_bytes)
     contestants += other_engines(peers, against_url, model, device)
     if not contestants:
-        raise UserError("nobody to measure: give --layouts, --peers or --against-url")
+        raise UserError("nothing to measure: give --layouts, --peers or --against-url")
     rows, limits = serving.bench_serve(model, contestants, sizes, max_rounds=rounds, say=say, device=device)
     if not rows:
         raise ResourceError("nothing ran: no contestant could be started or came to an end; the lines above say why")

@@ -278,7 +278,7 @@ class NativeRankGroup(RankGroup):
         self._endpoint.close()
 
     def _counts(self, rows: Iterable[int]) -> list[int]:
-        """Of each rank, as integers that do not overflow."""
+        """The rows of each rank, as integers that do not overflow."""
         counts = [int(count) for count in rows]
         if len(counts) != self.size or min(counts) < 0:
             raise UserError(f"rows {counts} for a group of {self.size} ranks: give each rank's number, 0 or more")

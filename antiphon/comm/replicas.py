@@ -269,7 +269,7 @@ class ReplicaGroups:
 
 
 def ranks_of_levels(own: Sequence[int], rank: int, node_size: int) -> tuple[list[int], list[int]]:
-    """Of the ranks `own`: those on the node of `rank`, and those at its place of every node."""
+    """From the ranks `own`: those on the node of `rank`, and those at its place of every node."""
     inside = [each for each in own if each // node_size == rank // node_size]
     place = inside.index(rank)
     return inside, [each for index, each in enumerate(own) if index % len(inside) == place]

@@ -204,8 +204,8 @@ def server_load(
     output: FloatArray,
     decodes_only: bool = False,
 ) -> ServerLoad:
-    """Of one layout on the cluster's first group of nodes; `in_flight` (of each data-parallel rank), `prompt` and
-    `output` (tokens) by row. `decodes_only`: prompts are computed elsewhere, so no step has any."""
+    """A step of one layout on the cluster's first group of nodes; `in_flight` (of each data-parallel rank), `prompt`
+    and `output` (tokens) by row. `decodes_only`: prompts are computed elsewhere, so no step has any."""
     unit_roofs, wires = counting(cluster, precision)
     work = partial(step_work, model, unit_roofs, wires, degrees, precision)
     context, chunk = prompt + output / 2, np.minimum(prompt, LONGEST_CHUNK)

@@ -131,7 +131,7 @@ def prompt_scores(
     past: Number = 0.0,
     halved: bool = False,
 ) -> Parts:
-    """Of `attended`, what prompts take over their projections: scores, values, an indexer."""
+    """The part of `attended` that prompts take over their projections: scores, values, an indexer."""
     if halved:
         half = context / 2
         first, second = (
@@ -159,7 +159,7 @@ def _decoding_scores(
     precision: PrecisionSpec,
     queries: Number,
 ) -> Parts:
-    """Of `attended`, what sequences that decode take over their projections."""
+    """The part of `attended` that sequences which decode take over their projections."""
     visible, rows = visible_tokens(model.attention, context), batch * queries
     read_bytes = batch * visible * attended_width(model.attention, tp) * precision.kv_bytes
     scores = _scores(model, roofs, rows, rows * visible, read_bytes, tp, precision, absorbed=True, queries=queries)

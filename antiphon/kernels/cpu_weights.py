@@ -159,7 +159,7 @@ class CpuExperts:
             self.native.set_order(index, address(order))
 
     def _order(self, gate: AnyWeight, up: AnyWeight) -> Tensor:
-        """Of the columns of both, int32."""
+        """The order of the columns of both, int32."""
         orders = [None if isinstance(matrix, Tensor) else matrix.order for matrix in (gate, up)]
         hidden = self.shape.hidden
         first, second = (torch.arange(hidden, device="cpu") if order is None else order for order in orders)

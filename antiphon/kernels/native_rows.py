@@ -129,7 +129,7 @@ def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _angles(cos: Tensor, sin: Tensor, interleaved: bool) -> _native.Angles:
-    """Of tables that live as long as this is used."""
+    """The native form of tables that live as long as this is used."""
     first, second = (0, 0, *cos.stride()[:-1])[-2:]
     return _native.Angles(address(cos), address(sin), first, second, cos.shape[-1], interleaved)
 

@@ -179,7 +179,7 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """Of all stored tensors."""
+        """The names of all stored tensors."""
         return sorted(self._file_of)
 
     @property
@@ -296,7 +296,7 @@ class Checkpoint:
             self._shard(part).release(part, self._rows_of(part, name, rows))
 
     def _rows_of(self, part: str, name: str, rows: Rows) -> Rows:
-        """Of a stored tensor that makes `name`: all rows where it is shared between several of these."""
+        """The rows of a stored tensor that makes `name`: all where it is shared between several of these."""
         return None if self.stored_shape(part)[:1] != self.shape(name)[:1] else rows
 
     def _floats(self, name: str, rows: Rows) -> Tensor:
@@ -328,7 +328,7 @@ class Checkpoint:
         return make(self.file_of(name), name, view, scale, scales)
 
     def _num_axes(self, name: str) -> int:
-        """Of the tensor as it comes back."""
+        """The axes of the tensor as it comes back."""
         return len(self.shape(name)) - (name not in self._made and name.endswith(BLOCKS_SUFFIX))
 
     def _parts(self, name: str) -> tuple[str, ...]:

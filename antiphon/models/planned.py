@@ -217,7 +217,7 @@ def planned_model(config: Mapping[str, Any]) -> PlannedModel:
     name = brief(config.get("model_type"))
     notes += (f"model_type = {name} does not run here: its sizes were counted from config.json, to be planned",)
     if unread:
-        notes += (f"of config.json not counted, because nobody knows here what it is: {', '.join(unread)}",)
+        notes += (f"of config.json not counted, because it is unknown here: {', '.join(unread)}",)
     return PlannedModel(spec=spec, config=dict(config), notes=notes)
 
 

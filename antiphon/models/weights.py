@@ -155,7 +155,7 @@ class WeightReader:
         return experts
 
     def _column_groups(self, refs: ExpertRefs) -> tuple[Tensor | None, Tensor | None]:
-        """Of gate and up, where they are not in order."""
+        """The groups of gate's and up's columns, where they are not in order."""
         groups = [self.checkpoint.column_groups(ref.name) for ref in refs.gate_up]
         return groups[0], groups[-1]
 

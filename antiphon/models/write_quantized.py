@@ -238,7 +238,7 @@ def _digest(file: Path) -> str:
 
 
 def _digest_of(tensors: Iterable[tuple[str, Tensor]], errors: str) -> str:
-    """Of a shard's tensors, in any order, and of its errors."""
+    """The digest of a shard's tensors, in any order, and of its errors."""
     parts = []
     for name, tensor in tensors:
         about, bits = f"{name} {tensor.dtype} {list(tensor.shape)} ", tensor.contiguous().view(-1).view(torch.uint8)

@@ -164,7 +164,7 @@ def why_slower(
 
 
 def _layer_times_s(setting: Setting, one: Candidates) -> dict[str, float]:
-    """Of attention, experts and exchange, in one layer and micro-batch."""
+    """Times of attention, experts and exchange, in one layer and micro-batch."""
     return {name: float(part.total_s) for name, part in named_parts(step_parts_of(setting, one)).items()}
 
 

@@ -304,7 +304,7 @@ def _check_feasible(settings: dict[PhaseName, Setting], tables: dict[PhaseName, 
 
 
 def _best_of(settings: dict[PhaseName, Setting], tables: dict[PhaseName, CandidateTable]) -> Match:
-    """Of one phase alone, which has a feasible candidate."""
+    """The best of one phase alone, which has a feasible candidate."""
     ((name, table),) = tables.items()
     setting = settings[name]
     index = table.best(setting.objective)

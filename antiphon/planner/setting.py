@@ -177,7 +177,7 @@ class Setting:
             )
         unpriced = [group.device.name for group in self.cluster.groups if group.device.price is None]
         if self.objective == "per-cost" and unpriced:
-            raise UserError(f"nobody states a price of {', '.join(unpriced)}: give one (--price {unpriced[0]}=...)")
+            raise UserError(f"there is no price of {', '.join(unpriced)}: give one (--price {unpriced[0]}=...)")
 
     @property
     def groups(self) -> tuple[NodeGroup, ...]:

@@ -64,8 +64,8 @@ def step_rows(setting: Setting, candidates: Candidates) -> StepRows:
 
 
 def attention_times(setting: Setting, candidates: Candidates, kind: int, *, whole: bool = True) -> AttentionTimes:
-    """Of attention workers apart from experts, on devices of `kind`: results come back in pieces, one per device of the
-    TP group, and are gathered there. `whole` False: of a layer with experts only."""
+    """Times of attention workers apart from experts, on devices of `kind`: results come back in pieces, one per device
+    of the TP group, and are gathered there. `whole` False: of a layer with experts only."""
     net, tp, rows = setting.networks[kind], real(candidates.attention_tp), step_rows(setting, candidates)
     alone = attention_alone(setting, candidates, kind, rows, whole=whole)
     size_bytes = rows.total * setting.model.hidden_size * row_bytes_of(setting.precision)

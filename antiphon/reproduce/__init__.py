@@ -30,6 +30,6 @@ def cluster_of(
 
 
 def shipped_network(name: str) -> Network:
-    """Of the first nodes of a cluster that is shipped."""
+    """The network of the first nodes of a cluster that is shipped."""
     cluster = shipped_cluster(name)
     return network(cluster, cluster.groups[0])

@@ -377,7 +377,7 @@ class Engine:
             self._on_failure(failure)
 
     def _on_failure(self, failure: StepFailure | None) -> None:
-        """A step has failed: whoever computed its requests decides what becomes of them."""
+        """A step has failed: the group that computed its requests decides what becomes of them."""
         if failure is None:
             return
         if self._handovers is not None and failure.worker.pool == "prefill":

@@ -95,7 +95,7 @@ class PrefetchCounts(msgspec.Struct):
 
 
 class HandoverCounts(msgspec.Struct):
-    """Of prompts computed by prefill workers: `num_begun`: hand-overs; `num_done`: those that arrived, with
+    """Prompts computed by prefill workers: `num_begun`: hand-overs; `num_done`: those that arrived, with
     `num_tokens`; `num_failed`; `num_recomputed`: prompts that the decode worker computed after all; `exposed_s`: time
     that prefill workers waited at the end of their steps until keys and values had left."""
 

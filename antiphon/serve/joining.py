@@ -90,7 +90,7 @@ def refuse_wildcard(option: str, value: str, host: str) -> None:
     check_host(option, host)
     if is_wildcard(host):
         raise UserError(
-            f"{option} is {value}: nobody can dial that; name the address by which the other machines reach this one"
+            f"{option} is {value}: it cannot be dialled; name the address by which the other machines reach this one"
         )
 
 
@@ -370,8 +370,8 @@ class JoinListener:
             channel.enqueue(TurnedAway(f"the engine is Antiphon {__version__}, the worker {others}: install the same"))
             raise Refused(f"{join.name} is Antiphon {others}, not {__version__}")
         if is_wildcard(join.host):
-            channel.enqueue(TurnedAway(f"nobody can dial {join.host}, where it says it can be reached"))
-            raise Refused(f"{join.name} says it can be reached at {join.host}, which nobody can dial")
+            channel.enqueue(TurnedAway(f"{join.host}, where it says it can be reached, cannot be dialled"))
+            raise Refused(f"{join.name} says it can be reached at {join.host}, which cannot be dialled")
         if join.role not in self._roles:
             has = " or ".join(sorted(self._roles))
             channel.enqueue(TurnedAway(f"workers that join here are {has}, not {join.role}: use --role {has}"))

@@ -133,7 +133,7 @@ def best_micro_batches(steps_s: Mapping[int, float]) -> int:
 
 
 def predicted_step_s(config: ServeConfig, micro_batches: int, times: TurnTimes, num_layers: int) -> float:
-    """Of a full step of that many MoE layers."""
+    """Seconds of a full step of that many MoE layers."""
     if not config.side_by_side:
         return num_layers * predicted_layer_s(config, micro_batches, times) + micro_batches * times.head_s
     t_a, t_e, t_c, head_s = times.attention_s, times.experts_s, times.exchange_s, times.head_s
@@ -146,7 +146,7 @@ def predicted_step_s(config: ServeConfig, micro_batches: int, times: TurnTimes, 
 
 
 def predicted_layer_s(config: ServeConfig, micro_batches: int, times: TurnTimes) -> float:
-    """Of a full step: the pipeline's time, or that of the cores that all workers share, whichever is longer."""
+    """Seconds of a layer in a full step: the pipeline's, or those of the cores that all workers share; the longer."""
     pipeline_s = float(layer_time(micro_batches, times.attention_s, times.experts_s, times.exchange_s))
     return max(pipeline_s, micro_batches * _shared_s(config, times.attention_s, times.experts_s))
 

@@ -101,7 +101,7 @@ class PreparedEngine:
 
     @property
     def expert_names(self) -> list[str]:
-        """Of each part that the experts of an instance of this pool are dealt into."""
+        """The name of each part that the experts of an instance of this pool are dealt into."""
         config = self.config
         if config.layout == "colocated":
             return []

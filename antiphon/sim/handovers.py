@@ -66,8 +66,8 @@ class _Departures:
 
 
 class SimulatedHandovers:
-    """Of one run. `at` plans an event; `touch(pool, worker)` says that a worker may have work now (pool 0: prefill, 1:
-    decode). Times are seconds of the simulation."""
+    """The hand-overs of one run. `at` plans an event; `touch(pool, worker)` says that a worker may have work now
+    (pool 0: prefill, 1: decode). Times are seconds of the simulation."""
 
     def __init__(
         self, prefill: LivePool, decode: LivePool, options: ServingOptions, *, at: At, touch: Callable[[int, int], None]

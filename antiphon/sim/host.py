@@ -83,7 +83,7 @@ class SharedCores:
             self._now_s = now_s
 
     def _speeds(self) -> dict[str, float]:
-        """Of each thread that has work, in seconds of a core a second."""
+        """The speed of each thread that has work, in seconds of a core a second."""
         busy = {name: thread for name, thread in self._threads.items() if thread.works}
         threads_of: dict[str, int] = {}
         needed: dict[str, int] = {}

@@ -120,7 +120,7 @@ class Pool:
 
     @property
     def latency_s(self) -> float:
-        """Of a message between machines."""
+        """The latency of a message between machines."""
         return self.setting.cluster.scale_out_latency_s
 
     def wire_s(self, num_tokens: float) -> float:

@@ -1,8 +1,8 @@
 """What one plan's step is made of, as tables of seconds by size: the planner's own costs, evaluated on a grid once.
 
 Per layer and micro-batch of one attention worker:
-    attention(rows) at no context, TP synchronisation included; where a profile has both, the smaller of so many
-        sequences and a prompt of so many tokens: both have these rows, and more beside them
+    attention(rows) at no context, TP synchronisation included; where a profile has both, the smaller of that many
+        sequences and a prompt of that many tokens: both have these rows, and more beside them
     + decode(sequences, visible tokens each) for reading keys and values, by all rows of a sequence together
     + chunk(new tokens, cached tokens) for each piece of a prompt
 Experts by (token, expert) pairs at the fullest worker; messages by rows of the busiest sender and the fullest receiver;

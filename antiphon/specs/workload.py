@@ -48,7 +48,7 @@ from antiphon.specs.checked import (
     read_text,
 )
 
-MOST_DRAFTS = 1000  # rates of so many are written out
+MOST_DRAFTS = 1000  # the rates of all of them are written out
 
 LENGTHS = ("input_tokens", "output_tokens")
 

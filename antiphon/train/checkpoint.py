@@ -110,13 +110,13 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
 
 
 def digest_of_facts(facts: Mapping[str, Any]) -> str:
-    """Of all that `run.json` says beside it."""
+    """The digest of all that `run.json` says beside it."""
     others = {key: value for key, value in facts.items() if key != "digest"}
     return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def digest_of_file(file: Path) -> str:
-    """Of what is on the disk; empty if it cannot be read."""
+    """The digest of what is on the disk; empty if it cannot be read."""
     try:
         with file.open("rb") as opened:
             return hashlib.file_digest(opened, "sha256").hexdigest()

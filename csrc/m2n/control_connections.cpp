@@ -91,8 +91,8 @@ std::pair<ConnectionId, Welcome> Control::connect(const Address& peer, const std
     if (unix_socket) {
         socket = connect_abstract(peer.unix_name, peer_name, deadline);
         if (!socket && peer.host.empty()) {
-            throw Error(Code::refused, peer_name + " is not there any more: nobody listens on its Unix socket",
-                        {peer_name}, "nobody listens on its Unix socket");
+            throw Error(Code::refused, peer_name + " is not there any more: nothing listens on its Unix socket",
+                        {peer_name}, "nothing listens on its Unix socket");
         }
     }
     if (!socket) {
@@ -236,7 +236,7 @@ void Control::end_of_stream(Connection& connection, int error) {
 void Control::take_frame(Connection& connection) {
     const Frame frame = connection.reader.take();
     if (connection.opening == nullptr) {
-        if (!connection.received.empty()) throw_invalid("descriptors that nobody asked for");
+        if (!connection.received.empty()) throw_invalid("descriptors that were not asked for");
         if (frame.type == FrameType::goodbye) connection.end(Fate::lost, "closed its endpoint");
         return;
     }

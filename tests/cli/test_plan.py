@@ -234,7 +234,7 @@ WRONG: list[tuple[int, str, str]] = [
     (2, "--price H200: cluster msi-hetero has no such device: .*", "dbrx --cluster msi-hetero --price H200=1"),
     (
         2,
-        "nobody states a price of H100: give one .*--price H100=.*",
+        "there is no price of H100: give one .*--price H100=.*",
         "dbrx --cluster one-h100-server --objective per-cost",
     ),
     (2, "--emit is tgi: it must be one of vllm, sglang, k8s", "dbrx --cluster msi-hetero --emit tgi"),

@@ -132,7 +132,7 @@ def test_losers_say_what_beat_them() -> None:
         ({"phases": ()}, "phases are"),
         ({"layouts": ("pipeline",)}, "layouts are"),
         ({"objective": "per-joy"}, "objective is 'per-joy'"),
-        ({"cluster": cluster(group(device(price=None))), "objective": "per-cost"}, "nobody states a price of one"),
+        ({"cluster": cluster(group(device(price=None))), "objective": "per-cost"}, "there is no price of one"),
         ({"workload": workload(expert_loads=(0.5, 0.5))}, "expert_loads has 2 shares, the model 8 experts"),
         ({"model": model(moe_layers=(False,) * 8)}, "no MoE layer"),
     ],

@@ -392,7 +392,7 @@ def test_a_worker_ends_in_order_when_the_engine_hangs_up(door: Door) -> None:
     ("changes", "message"),
     [
         ({"address": "127.0.0.1:1", "patience_s": 0.1}, "join 127.0.0.1:1: no engine within 0.1 s"),
-        ({"host": "0.0.0.0"}, "--host is 0.0.0.0: nobody can dial that"),
+        ({"host": "0.0.0.0"}, "--host is 0.0.0.0: it cannot be dialled"),
     ],
 )
 def test_why_a_worker_cannot_join_is_its_last_word(door: Door, changes: dict[str, Any], message: str) -> None:

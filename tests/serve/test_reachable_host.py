@@ -19,7 +19,7 @@ HOSTS = ("127.0.0.1", "::1", "10.0.0.1", "fe80::1%lo", "node7", "node7.example",
 @pytest.mark.parametrize("host", WILDCARDS)
 def test_every_spelling_of_a_wildcard_is_one(host: str) -> None:
     assert is_wildcard(host)
-    with pytest.raises(UserError, match=f"^--host is {host}: nobody can dial that; name the address by which"):
+    with pytest.raises(UserError, match=f"^--host is {host}: it cannot be dialled; name the address by which"):
         refuse_wildcard("--host", host, host)
 
 
@@ -38,7 +38,7 @@ def test_what_no_machine_can_be_called_is_refused(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "0"])
 def test_the_engine_s_door_needs_an_address(host: str) -> None:
-    with pytest.raises(UserError, match=r"--join-address is .*:7700: nobody can dial that"):
+    with pytest.raises(UserError, match=r"--join-address is .*:7700: it cannot be dialled"):
         ServeConfig(
             model=Path("m"),
             layout="disaggregated",
@@ -55,7 +55,7 @@ def test_the_worker_command_refuses_one(tmp_path: Path) -> None:
     done = PROGRAMS.run([sys.executable, "-m", "antiphon.cli.main", *command], text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr == (
-        "error: --host is ::: nobody can dial that; name the address by which the other machines reach this one\n"
+        "error: --host is ::: it cannot be dialled; name the address by which the other machines reach this one\n"
     )
 
 
@@ -64,7 +64,7 @@ def test_the_engine_turns_away_a_worker_that_says_so() -> None:
     listener = JoinListener("127.0.0.1:0", SECRET, came.append)
     address = listener.start()
     try:
-        with pytest.raises(Refused, match=r"turned this worker away: nobody can dial 0\.0\.0\.0"):
+        with pytest.raises(Refused, match=r"turned this worker away: 0\.0\.0\.0"):
             join_engine(address, SECRET, role="experts", name="e", host="0.0.0.0", pid=1, patience_s=5.0)
         assert came == []
     finally:

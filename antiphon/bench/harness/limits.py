@@ -184,7 +184,7 @@ def _square_pair(size: int, dtype: torch.dtype, device: str = "cpu") -> torch.Te
 
 
 def _flops_per_s(factors: torch.Tensor, num_passes: int) -> float:
-    """Of the product of a pair."""
+    """The rate of the product of a pair."""
     return 2 * factors.shape[1] ** 3 / _best_time_s(lambda: factors[0] @ factors[1], num_passes)
 
 

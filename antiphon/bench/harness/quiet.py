@@ -227,6 +227,6 @@ class MeasuredAround(Generic[Value]):
         return self._last
 
     def after(self) -> tuple[Value, ...]:
-        """Of the run that just ended: before and after it. The same object both times is one."""
+        """What was measured before and after the run that just ended. The same object both times is one."""
         before, self._last = self.before(), self._measure()
         return (before,) if before is self._last else (before, self._last)

@@ -127,7 +127,7 @@ def _step_s_by_rows(timeline: Path) -> dict[int, float]:
 
 
 def _step_ratio(measured: dict[int, float], times: LocalTimes, spec: ModelSpec, rows: Sequence[int]) -> Curve:
-    """Of decode steps with one thread: those of the server to those of the profile, both without bookkeeping."""
+    """Decode steps with one thread: those of the server to those of the profile, both without bookkeeping."""
     if all(each.num_threads > 1 for each in times.threads):
         return flat(1.0)
     ratios = {}

@@ -58,7 +58,7 @@ class RigWork:
     """One kind of work at one size. `colocated`: a whole decode step; `attention`: the same without experts;
     `experts`: all MoE layers of `rows` rows, of which the process acts as if it held `num_held` experts.
 
-    `prompt_tokens` > 0: instead of decoding, so many tokens of one prompt, after `cached_tokens` that were computed
+    `prompt_tokens` > 0: instead of decoding, that many tokens of one prompt, after `cached_tokens` that were computed
     before."""
 
     kind: Literal["colocated", "attention", "experts"]

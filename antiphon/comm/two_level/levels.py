@@ -130,8 +130,8 @@ class Levels:
     """`attention`, `experts`: this rank's groups inside its node; `across`: the same place of all nodes.
 
     `ledger`: payload bytes by "level.purpose", `inside.` or `across.`; routing is what goes along with rows. `epoch`:
-    the last one that has begun. `on_reset` is called before one begins: by who resets these groups, whoever that is,
-    the exchange over them learns that what went before is void."""
+    the last one that has begun. `on_reset` is called before one begins, by what resets these groups: the
+    exchange over them learns that what went before is void."""
 
     topology: TwoLevel
     rank: int

@@ -45,7 +45,7 @@ def _too_old(device: torch.device) -> str | None:
 
 @cache
 def _capability(index: int | None) -> tuple[int, int] | None:
-    """Of the GPU with that number, or of the current one; None where there is no GPU."""
+    """The compute capability of the GPU with that number, or of the current one; None where there is no GPU."""
     if not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability(index)

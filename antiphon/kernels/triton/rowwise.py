@@ -111,7 +111,7 @@ def activated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _derivatives(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
-    """Of `activated`: by gate, by up."""
+    """The derivatives of `activated`: by gate, by up."""
     if ACTIVATION == "silu":
         open_share = 1.0 / (1.0 + tl.exp(-gate))
         by_up = gate * open_share

@@ -271,7 +271,7 @@ def gguf_files(path: Path) -> list[Path]:
 def _in_folder(folder: Path) -> list[Path]:
     try:
         found = sorted(each for each in folder.iterdir() if each.suffix == SUFFIX and "mmproj" not in each.name)
-    except OSError:  # whoever reads config.json there says what is wrong
+    except OSError:  # what reads config.json there says what is wrong
         return []
     models: dict[str, list[Path]] = {}
     for each in found:

@@ -164,7 +164,7 @@ def _scaling(keys: _Keys) -> Config:
 
 
 def _width(keys: _Keys) -> int:
-    """Of an expert: `ffn_down_exps` is [experts, hidden, width]."""
+    """The width of an expert: `ffn_down_exps` is [experts, hidden, width]."""
     shape = keys.shape("ffn_down_exps.weight")
     if len(shape) != 3:
         raise CheckpointError(

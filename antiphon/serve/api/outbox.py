@@ -93,7 +93,7 @@ class WholeAnswer(Response):
         await send({"type": "http.response.body", "body": bytes(batch)})
 
 
-class Outbox:
+class StreamOutbox:
     """One stream's encoded events, between the generation, which never waits, and the connection, which may.
 
     A client that reads more slowly than the engine writes must not hold up the engine, and must not fill the server's

@@ -2,9 +2,9 @@
 
 Completions and chat completions differ only in how an answer is spelled; `AnswerShape` is that difference. Answers of
 other APIs are lists of items (`ItemEvents`). Every event is one dictionary encoded by msgspec: no models, no task per
-event, a few microseconds a token. A stream's events wait for the client in an `Outbox`, within a limit. A whole answer
-grows as JSON (`answer_json`), because its status is known only at its end, and is sent in pieces. Its size is counted
-while it grows. Whatever takes long takes turns with other requests (`Pace`).
+event, a few microseconds a token. A stream's events wait for the client in a `StreamOutbox`, within a limit. A whole
+answer grows as JSON (`answer_json`), because its status is known only at its end, and is sent in pieces. Its size is
+counted while it grows. Whatever takes long takes turns with other requests (`Pace`).
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from antiphon.serve.api.generation import Generation
 from antiphon.serve.api.outbox import (
     BATCH_BYTES,
     SLOW_READER,
-    Outbox,
+    StreamOutbox,
     WholeAnswer,
     send_until_disconnect,
     until_disconnect,
@@ -377,7 +377,7 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        outbox = Outbox(self._context.settings.max_unread_bytes)
+        outbox = StreamOutbox(self._context.settings.max_unread_bytes)
         delivering = asyncio.ensure_future(outbox.deliver(send))
         try:
             last = b""
@@ -396,7 +396,7 @@ class EventStream(Response):
             delivering.cancel()
             await asyncio.gather(delivering, return_exceptions=True)
 
-    async def _put_answers(self, outbox: Outbox) -> None:
+    async def _put_answers(self, outbox: StreamOutbox) -> None:
         for event in self._events.opening():
             await outbox.put(event)
         async with aclosing(self._generation.deltas()) as deltas:

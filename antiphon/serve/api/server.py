@@ -375,7 +375,7 @@ def check_apart(option: str, other: str, settings: ServerSettings) -> None:
 
 
 def _addresses_of(host: str) -> set[object]:
-    """None if it cannot be found, which whoever listens there says."""
+    """None if it cannot be found, which the listener there says."""
     try:
         return {found[4][0] for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:

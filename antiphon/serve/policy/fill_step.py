@@ -210,7 +210,7 @@ def _affordable(request: Request, book: BlockBook, cost: float) -> int:
 
 
 def _first_row(request: Request, book: BlockBook) -> int:
-    """Of what no step computes yet: behind what a step in flight does."""
+    """The first row that no step computes yet: behind what a step in flight does."""
     return request.planned_end if request.planned_step in book.steps_in_flight else request.num_computed
 
 

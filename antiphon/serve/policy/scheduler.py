@@ -44,7 +44,7 @@ class Scheduler:
 
     @property
     def num_arriving(self) -> int:
-        """Of the running ones, those whose keys and values are being handed over."""
+        """Those running requests whose keys and values are being handed over."""
         return self.book.num_arriving
 
     @property

@@ -16,7 +16,7 @@ neither waits for steps, nor steps for it. What may be sent, and what is still m
 A run that is here before its `ExpectKV` (they come over different sockets) keeps its slot until that comes.
 
 Rejected: remote writes into the pages themselves. Layouts, block sizes and heads of both sides would have to agree,
-and only a dead process or a revoked registration would end a write that nobody wants any more. The copy from the slot
+and only a dead process or a revoked registration would end a write that is not wanted any more. The copy from the slot
 costs one pass over bytes that a prompt's layer took a thousand times longer to compute.
 Rejected: one thread for all of a worker's waits. The step's own wait for experts must not stand behind a slow wire.
 """
@@ -66,7 +66,7 @@ def cache_part(spec: ModelSpec, rank: int, tp: int, layers: range) -> CachePart:
 
 
 def layout_digest(spec: ModelSpec, dtype: torch.dtype, storage: KVStorage) -> str:
-    """Of all that decides what a cached token is: the model's shape, by a digest, and what a person would compare."""
+    """A digest of all that decides what a cached token is: the model's shape and what a person would compare."""
     attention = spec.attention
     latent = attention.latent
     width = f"{attention.num_kv_heads} heads of {attention.head_dim}" if latent is None else f"latent {latent.key_dim}"
@@ -130,7 +130,7 @@ class KVSender:
 
     def layer_done(self, request_id: str, layer: int, until: int, blocks: Callable[[], Tensor]) -> None:
         """Tokens [0, until) of the request are in this layer's pages; `blocks` gives its table, int32 in host memory,
-        which nobody changes."""
+        which nothing changes."""
         with self._changed:
             if (news := self._book.advance(request_id, layer, until)) is not None:
                 offer, first, last = news
@@ -377,7 +377,7 @@ class KVReceiver:
                 self._cache.write_tokens(layer, table, first, count, torch.tensor([place], dtype=torch.int32), rows)
 
     def _lose(self, error: PeerLost) -> None:
-        """Whoever has gone since the last time: offers that miss something of it cannot be completed."""
+        """Who has gone since the last time: offers that miss something of it cannot be completed."""
         losses = [int(counters["lost"]) for counters in self._inbox.counters()]
         gone = [source for source, (now, before) in enumerate(zip(losses, self._losses, strict=True)) if now > before]
         self._losses = losses

@@ -70,7 +70,7 @@ class _Step:
 
     @property
     def names(self) -> set[str]:
-        """Of the requests that it computes."""
+        """The names of the requests that it computes."""
         return {sequence.request_id for sequence in self.micro_batch.sequences}
 
     def may_go_on(self, num_layers: int) -> bool:

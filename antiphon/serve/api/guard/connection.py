@@ -101,7 +101,7 @@ class ApiConnection(H11Protocol, asyncio.BufferedProtocol):
 
     @property
     def _path(self) -> str:
-        """Of the request that is in progress, as the application knows it; errors have its API's shape."""
+        """The path of the request that is in progress, as the application knows it; errors have its API's shape."""
         path: str = self.scope["path"] if self._is_answering else ""
         return path.removeprefix(self._settings.root_path)
 

@@ -277,7 +277,7 @@ void unwanted_descriptors() {
         RawPeer peer(scene.server.address(), true);
         peer.say(encode_frame(FrameType::heartbeat), files);
         peer.hear_out();
-        CHECK_EQUAL(scene.server_record.wait_gone().reason, "sent nonsense: descriptors that nobody asked for");
+        CHECK_EQUAL(scene.server_record.wait_gone().reason, "sent nonsense: descriptors that were not asked for");
     }
     wait_until("all files closed", [&] { return num_open_files() == before; });
 }
