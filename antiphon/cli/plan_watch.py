@@ -15,7 +15,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.units import format_seconds
 from antiphon.cli.output import emit_json, show
 from antiphon.cli.plan_inputs import parse_target
-from antiphon.cli.top import client_of
+from antiphon.cli.top import ask, client_of
 from antiphon.models.planned import planned_model
 from antiphon.planner.replan import Replanned, SeenLoad, is_other, replan, watched_phase
 from antiphon.specs.plan import PhasePlan, Plan, read_plan
@@ -148,10 +148,7 @@ def _loads(client: httpx.Client, url: str, every_s: float) -> Iterator[SeenLoad 
 def read_counters(client: httpx.Client, url: str) -> dict[str, float]:
     """Sums over labels. `UserError` if the server cannot be reached, or is not one of ours."""
     address = f"{url.rstrip('/')}/metrics"
-    try:
-        answer = client.get(address)
-    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-        raise UserError(f"--watch {url} cannot be read: {error or type(error).__name__}") from error
+    answer = ask(url, lambda: client.get(address))
     if answer.status_code != 200:
         raise UserError(f"--watch {url}: {address} answers {answer.status_code}: is it a server of antiphon?")
     found: dict[str, float] = {}

@@ -104,6 +104,8 @@ def _readings(client: httpx.Client, url: str, interval_s: float) -> Iterator[tup
 def read(client: httpx.Client, url: str) -> DashboardReading:
     """One reading; `UserError` if the server does not give it."""
     answer = ask(url, lambda: client.get(f"{url.rstrip('/')}/dashboard/data"))
+    if answer.status_code == 404:
+        raise UserError(f"nothing is at {url}/dashboard/data: give the address of `antiphon serve`, such as {HERE}")
     try:
         if answer.status_code != 200:
             raise ValueError(f"status {answer.status_code}")

@@ -202,7 +202,7 @@ def test_a_look_at_a_server(plan_file: Path, server: str, tmp_path: Path) -> Non
         (["--watch", "{url}/elsewhere"], "answers 404"),
         (["--watch", "{url}/bare"], "its metrics lack"),
         (["--watch", "{url}/page"], "answers no metrics"),
-        (["--watch", "http://127.0.0.1:9"], "cannot be read"),
+        (["--watch", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
         (["--watch", "{url}", "--cluster", "msi-ampere"], "--cluster does not apply with --watch"),
         (["--watch", "{url}", "--look-every", "soon"], "--look-every is 'soon'"),
         (["--looks", "2"], "--looks is for --watch URL"),
