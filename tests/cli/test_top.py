@@ -98,7 +98,7 @@ def test_what_cannot_be_looked_at(server: Live, tmp_path: Path) -> None:
         for url in ("", "localhost", "ftp://localhost", "http://127.0.0.1:99999"):
             with pytest.raises(UserError, match="is not a server's address: write for example http://"):
                 read(client, url)
-        with pytest.raises(
+        with pytest.raises(UserError, match=r"nothing is at .*/v1/dashboard/data: give the address of"):
             UserError, match=r"nothing is at .*/v1/dashboard/data: give the address of `antiphon serve`"
         ):
             read(client, f"{server.url}/v1")
