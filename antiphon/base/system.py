@@ -234,6 +234,15 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def memory_kills() -> int:
+    """How many processes the kernel has ended since it started because memory was short, in this machine or in a
+    control group; 0 where it does not say."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+        return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
+    return 0
+
+
 def ignore_ending_signals() -> None:
     """In the child's main thread: ignore them from now on, those that came meanwhile too."""
     for number in _ENDING:

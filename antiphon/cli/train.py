@@ -5,6 +5,7 @@ import itertools
 import json as jsonlib
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import uuid
@@ -28,7 +29,7 @@ from antiphon.base.allowance import share_of_threads
 from antiphon.base.errors import CheckpointError, ResourceError, UserError, why_unwritten
 from antiphon.base.logging import get_logger
 from antiphon.base.progress import progress
-from antiphon.base.system import keep_freed_memory, raise_limit
+from antiphon.base.system import keep_freed_memory, memory_kills, raise_limit
 from antiphon.base.units import format_bytes
 from antiphon.cli import options
 from antiphon.cli.output import (
@@ -240,12 +241,15 @@ def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], int]) -> int
         start_method="fork",
         logs_specs=DefaultLogsSpecs(log_dir=logs.name),
     )
+    kills = memory_kills()
     try:
         with logs:
             elastic_launch(how, _rank)(config, run, ended)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how_it_ended = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with code {failure.exitcode}"
+        if failure.exitcode == -signal.SIGKILL and memory_kills() > kills:
+            how_it_ended += ", probably because memory was short (see dmesg),"
         raise ResourceError(
             f"rank {rank} of {ranks} ended {how_it_ended} after {RESTARTS} restarts: see what it said above; the same "
             "command goes on from the newest checkpoint"

@@ -25,7 +25,7 @@ import psutil
 
 from antiphon.base.errors import PeerLost
 from antiphon.base.logging import get_logger
-from antiphon.base.system import ending_signals_blocked, python_module, signal_name
+from antiphon.base.system import ending_signals_blocked, memory_kills, python_module, signal_name
 from antiphon.base.units import split_address
 from antiphon.serve.joining import JoinedPeer, JoinListener
 from antiphon.serve.worker.channel import Channel
@@ -81,6 +81,7 @@ class WorkerProcess:
         self.heard_s = 0.0  # when it was started or last said something, by the fleet's clock
         self.channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._memory_kills = memory_kills()  # before it was started
 
     def start(self) -> None:
         """Launch the process; it waits for `Configure`. `OSError` if the system refuses another process."""
@@ -168,6 +169,8 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:  # stuck in the kernel, for example in a driver: nothing can end it
             _log.error("%s, process %d, was killed and does not end", self.name, self.pid)
             return "does not end, although killed"
+        if self.was_killed_from_outside and memory_kills() > self._memory_kills:
+            return f"killed by {signal_name(-code)}, probably because memory was short: see dmesg"
         return f"killed by {signal_name(-code)}" if code < 0 else f"exited with {code}"
 
     def close(self) -> None:

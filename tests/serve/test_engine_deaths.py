@@ -1,6 +1,7 @@
 """Workers die again and again, or cannot come back: who is served meanwhile, what the engine says, when it ends."""
 
 import asyncio
+import os
 import re
 import shutil
 import threading
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from antiphon.base.errors import UserError
+from antiphon.base.system import memory_kills
 from antiphon.serve.engine import Engine
 from antiphon.serve.fleet import Event
 from antiphon.serve.worker_handle import WorkerName
@@ -25,6 +27,7 @@ from tests.serve.engine_harness import (
     complete,
     config,
     kill,
+    random_prompts,
     running,
 )
 from tests.waiting import wait_until
@@ -271,3 +274,26 @@ def test_an_engine_that_the_system_refuses_everything_gives_up(
         assert len([line for line in caplog.messages if "the round is lost" in line]) == 1, "not once a round"
         with pytest.raises(UserError, match="the engine has stopped: for 1 s the system has refused"):
             Run(engine, prompts[:1], GREEDY)
+
+
+def test_a_worker_that_the_kernel_ends_for_want_of_memory_is_named_so(tiny_model: TinyModel) -> None:
+    old, new = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    parent, limit = (old, "memory.limit_in_bytes") if old.is_dir() else (new, "memory.max")
+    group = parent / f"antiphon-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text("131072")
+    except OSError as error:
+        pytest.skip(f"no group of processes with a limit of memory can be made here: {error}")
+    before = memory_kills()
+    try:
+        with running(config(tiny_model, "1")) as engine:
+            (group / "cgroup.procs").write_text(str(engine.worker_pid(WorkerName("replica", 0))))
+            prompts = random_prompts([150] * 8, seed=3)
+            assert complete(engine, prompts) == tiny_model.greedy(prompts)
+            if memory_kills() == before:
+                pytest.skip("this kernel does not say which processes it ends")
+            reasons = [event.text for event in engine.stats().events if event.kind == "lost"]
+            assert any("killed by SIGKILL, probably because memory was short: see dmesg" in text for text in reasons)
+    finally:
+        group.rmdir()
