@@ -18,6 +18,7 @@ namespace antiphon::kernels {
 constexpr int64_t longest_run = 512;
 constexpr int64_t coded_lead_bytes = 8192;  // prefetched ahead, over all panels read side by side
 constexpr int most_tile_sums = 24;     // rows times panels
+constexpr int vector_registers = 32;   // of processors that multiply pairs of bfloat16
 constexpr int64_t most_coded_rows = 24;  // that multiply codes in registers: above, turning codes into operands once pays
 
 // Whether rows of element type E are multiplied with codes as bfloat16; else codes become float32.
@@ -198,6 +199,13 @@ ANTIPHON_INLINE float sum_of_row(const char* row, int64_t num_columns) {
     return V::reduce_add(sum);
 }
 
+// The sum of a run's columns of one row of a product.
+template <class V>
+ANTIPHON_INLINE float sum_of_run(const WeightProduct& product, int64_t row, const Run& run) {
+    const char* first = product.rows + row * static_cast<int64_t>(product.row_bytes) + run.first * 2;
+    return sum_of_row<V>(first, run.end - run.first);
+}
+
 // What the sum over a group's columns of `row` is multiplied with, beside those over the products.
 template <class V>
 ANTIPHON_INLINE typename V::F offset_of(const PackedFormat& format, const char* header, typename V::F scale) {
@@ -206,59 +214,75 @@ ANTIPHON_INLINE typename V::F offset_of(const PackedFormat& format, const char* 
     return V::mul(V::sub(V::zero(), scale), V::load_int8(offsets));
 }
 
-// Adds what a run gave to the sums: products(m, n) are the unscaled sums of row m and panel n.
-template <class V, int num_panels, class Products>
-ANTIPHON_INLINE void add_run(const WeightProduct& product, int first_panel, int64_t first_row, int64_t num_rows,
-                             const Run& run, const Products& products) {
+// Adds what a run gave to the sums of rows and panels: products(m, n) are the unscaled sums of row m and panel n, and
+// add(m, n, factor, value, begun) adds their product to a sum, which is 0 so far unless it has begun. row_sum(m): of the
+// run's columns of row m.
+template <class V, int num_panels, class EachRow, class Products, class RowSum, class Add>
+ANTIPHON_INLINE void add_run(const WeightProduct& product, int first_panel, const Run& run, const EachRow& each_row,
+                             const Products& products, const RowSum& row_sum, const Add& add) {
     const PackedFormat& format = product.weight->format;
     const int64_t stride = product.weight->panel_stride;
     const char* header = product.group + first_panel * stride + run.header;
-    float* sums = product.sums + first_row * group_width + first_panel * panel_width;
     typename V::F scale[num_panels];
     for (int n = 0; n < num_panels; ++n) scale[n] = load_scales<V>(format.scales, header + n * stride);
-    for (int64_t m = 0; m < num_rows; ++m) {
-        for (int n = 0; n < num_panels; ++n) {
-            float* sum = sums + m * group_width + n * panel_width;
-            V::store(sum, V::fma(scale[n], products(m, n), run.first > 0 ? V::load(sum) : V::zero()));
-        }
-    }
+    each_row([&](auto m) __attribute__((always_inline)) {
+        unrolled<num_panels>([&](auto n) __attribute__((always_inline)) {
+            add(m, n, scale[n], products(m, n), run.first > 0);
+        });
+    });
     if (format.offset == OffsetKind::none) return;
     for (int n = 0; n < num_panels; ++n) scale[n] = offset_of<V>(format, header + n * stride, scale[n]);
-    for (int64_t m = 0; m < num_rows; ++m) {
-        const char* row = product.rows + (first_row + m) * static_cast<int64_t>(product.row_bytes) + run.first * 2;
-        const auto row_sum = V::set1(sum_of_row<V>(row, run.end - run.first));
-        for (int n = 0; n < num_panels; ++n) {
-            float* sum = sums + m * group_width + n * panel_width;
-            V::store(sum, V::fma(scale[n], row_sum, V::load(sum)));
-        }
-    }
+    each_row([&](auto m) __attribute__((always_inline)) {
+        const auto sum = V::set1(row_sum(m));
+        unrolled<num_panels>([&](auto n) __attribute__((always_inline)) { add(m, n, scale[n], sum, true); });
+    });
 }
 
 // Which columns of which rows and panels one register tile multiplies.
 struct CodedTile {
-    int64_t first_row;
-    int first_panel;
+    int64_t first_row = 0;
+    int first_panel = 0;
     int64_t first;
     int64_t end;
+    const float* run_sums = nullptr;  // [rows of the product][runs], where they are known
+    int64_t num_runs = 0;
 };
 
-// A register tile against codes: columns [first, end), run by run.
+// A register tile against codes: columns [first, end), run by run. Where registers suffice, the sums of all runs stay in
+// them. Stored after each run they delay the next: a load whose address ends as that of a waiting store waits for it.
 template <class V, class Codes, int num_rows, int num_panels>
 void multiply_coded_tile(const WeightProduct& product, const Codes& codes, const CodedTile& at) {
+    constexpr bool keeps_sums = 2 * num_rows * num_panels + 2 * num_panels + 3 <= vector_registers;
     const size_t row_bytes = product.row_bytes;
     const auto table = table_of<V, typename Codes::Reader>(product.weight->format);
     const char* rows = product.rows + static_cast<size_t>(at.first_row) * row_bytes;
+    float* stored = product.sums + at.first_row * group_width + at.first_panel * panel_width;
+    const auto place_of = [&](int64_t m, int n) __attribute__((always_inline)) {
+        return stored + m * group_width + n * panel_width;
+    };
+    const auto sum_at = [&](int64_t m, int n, bool begun) __attribute__((always_inline)) {
+        return begun ? V::load(place_of(m, n)) : V::zero();
+    };
+    const auto each_row = [](const auto& body) __attribute__((always_inline)) { unrolled<num_rows>(body); };
+    const auto each_sum = [&](const auto& body) __attribute__((always_inline)) {
+        each_row([&](auto m) __attribute__((always_inline)) {
+            unrolled<num_panels>([&](auto n) __attribute__((always_inline)) { body(m, n); });
+        });
+    };
+    typename V::F sums[keeps_sums ? num_rows : 1][num_panels];
+    if constexpr (keeps_sums) {
+        each_sum([&](auto m, auto n) __attribute__((always_inline)) { sums[m][n] = sum_at(m, n, at.first > 0); });
+    }
+    const float* run_sums = at.run_sums != nullptr ? at.run_sums + at.first_row * at.num_runs : nullptr;
     for (Runs runs(*product.weight, at.first); runs.run().first < at.end; runs.advance()) {
         const Run& run = runs.run();
         typename V::F acc[num_rows][num_panels];
-        unrolled<num_rows>([&](auto m) __attribute__((always_inline)) {
-            unrolled<num_panels>([&](auto n) __attribute__((always_inline)) { acc[m][n] = V::zero(); });
-        });
+        each_sum([&](auto m, auto n) __attribute__((always_inline)) { acc[m][n] = V::zero(); });
         const char* row = rows + run.first * 2;
         const char* base[2] = {row, row + 8 * row_bytes};
         walk_run<V, Codes, num_panels>(codes, table, run, [&](const typename V::B* operands)
                                                               __attribute__((always_inline)) {
-            unrolled<num_rows>([&](auto m) __attribute__((always_inline)) {
+            each_row([&](auto m) __attribute__((always_inline)) {
                 const auto x = V::broadcast(base[m / 8] + (m % 8) * row_bytes);
                 unrolled<num_panels>([&](auto n) __attribute__((always_inline)) {
                     acc[m][n] = V::dot(Bf16{}, acc[m][n], x, operands[n]);
@@ -266,8 +290,23 @@ void multiply_coded_tile(const WeightProduct& product, const Codes& codes, const
             });
             for (int i = 0; i < 2; ++i) base[i] += 4;
         });
-        add_run<V, num_panels>(product, at.first_panel, at.first_row, num_rows, run,
-                               [&](int64_t m, int n) __attribute__((always_inline)) { return acc[m][n]; });
+        const auto products = [&](auto m, auto n) __attribute__((always_inline)) { return acc[m][n]; };
+        const auto add = [&](auto m, auto n, typename V::F factor, typename V::F value, bool begun)
+                             __attribute__((always_inline)) {
+            if constexpr (keeps_sums) {
+                sums[m][n] = V::fma(factor, value, sums[m][n]);
+            } else {
+                V::store(place_of(m, n), V::fma(factor, value, sum_at(m, n, begun)));
+            }
+        };
+        const auto row_sum = [&](auto m) __attribute__((always_inline)) {
+            return run_sums != nullptr ? run_sums[m * at.num_runs] : sum_of_run<V>(product, at.first_row + m, run);
+        };
+        add_run<V, num_panels>(product, at.first_panel, run, each_row, products, row_sum, add);
+        if (run_sums != nullptr) ++run_sums;
+    }
+    if constexpr (keeps_sums) {
+        each_sum([&](auto m, auto n) __attribute__((always_inline)) { V::store(place_of(m, n), sums[m][n]); });
     }
 }
 
@@ -288,11 +327,11 @@ ANTIPHON_INLINE CodedTileFunction<Codes> coded_tile(int64_t num_rows) {
     return functions[static_cast<size_t>(num_rows - 1)];
 }
 
-// All rows against all panels, in register tiles of nearly equal height; codes_of(panel) are those from one panel on.
+// All rows against all panels, `widest` of them side by side, in register tiles of nearly equal height: the columns and
+// sums of `tile`. codes_of(panel) are those from one panel on.
 template <class V, class CodesOf>
-void multiply_coded_rows(const WeightProduct& product, int64_t first, int64_t end, const CodesOf& codes_of) {
+void multiply_coded_rows(const WeightProduct& product, CodedTile tile, int widest, const CodesOf& codes_of) {
     using Codes = decltype(codes_of(0, 0));
-    const int widest = product.num_rows <= most_tile_sums / group_panels ? group_panels : group_panels / 2;
     const int64_t passes = divide_up(product.num_rows, most_tile_rows);
     for (int panel = 0; panel < product.num_panels;) {
         int count = widest;
@@ -304,7 +343,9 @@ void multiply_coded_rows(const WeightProduct& product, int64_t first, int64_t en
             const auto function = count == 4   ? coded_tile<V, Codes, 4>(num_rows)
                                   : count == 2 ? coded_tile<V, Codes, 2>(num_rows)
                                                : coded_tile<V, Codes, 1>(num_rows);
-            function(product, codes, {row, panel, first, end});
+            tile.first_row = row;
+            tile.first_panel = panel;
+            function(product, codes, tile);
         }
         panel += count;
     }
@@ -332,6 +373,22 @@ void unpack_codes(const WeightProduct& product, int64_t first, int64_t end, char
     }
 }
 
+// Columns [first, end) with the sums of their runs, where the format has offsets: once for all panels.
+template <class V>
+CodedTile summed(const WeightProduct& product, int64_t first, int64_t end) {
+    CodedTile tile{.first = first, .end = end};
+    if (product.weight->format.offset == OffsetKind::none) return tile;
+    tile.num_runs = divide_up(end - first, smaller(product.weight->format.group, longest_run));
+    float* sums = Scratch::get<float>(ScratchUse::run_sums, product.num_rows * tile.num_runs);
+    tile.run_sums = sums;
+    for (int64_t row = 0; row < product.num_rows; ++row) {
+        for (Runs runs(*product.weight, first); runs.run().first < end; runs.advance()) {
+            *sums++ = sum_of_run<V>(product, row, runs.run());
+        }
+    }
+    return tile;
+}
+
 // Rows in tiles over one run of codes in the cache; sums of a tile are scaled when the run ends.
 template <class Arch>
 void multiply_in_tiles(const WeightProduct& product, const char* codes, int64_t stride, const Run& run) {
@@ -356,8 +413,15 @@ void multiply_in_tiles(const WeightProduct& product, const char* codes, int64_t 
             .accumulate = false,
         });
         for (int n = 0; n < product.num_panels; ++n) {
-            add_run<V, 1>(product, n, row, num_rows, run, [&](int64_t m, int) {
-                return V::load(products + m * group_width + n * panel_width);
+            const auto each_row = [&](const auto& body) {
+                for (int64_t m = 0; m < num_rows; ++m) body(m);
+            };
+            const auto product_at = [&](int64_t m, int) { return V::load(products + m * group_width + n * panel_width); };
+            const auto row_sum = [&](int64_t m) { return sum_of_run<V>(product, row + m, run); };
+            add_run<V, 1>(product, n, run, each_row, product_at, row_sum,
+                          [&](int64_t m, int, typename V::F factor, typename V::F value, bool begun) {
+                float* sum = product.sums + (row + m) * group_width + n * panel_width;
+                V::store(sum, V::fma(factor, value, begun ? V::load(sum) : V::zero()));
             });
         }
     }
@@ -370,7 +434,8 @@ void multiply_codes(const WeightProduct& product) {
     if constexpr (!Arch::has_tiles) {
         if (product.num_rows <= most_coded_rows) {
             const char* after = product.next != nullptr ? product.next : product.group;
-            return multiply_coded_rows<V>(product, 0, weight.inner, [&](int panel, int end_panel) {
+            const int widest = product.num_rows <= most_tile_sums / group_panels ? group_panels : group_panels / 2;
+            return multiply_coded_rows<V>(product, {.first = 0, .end = weight.inner}, widest, [&](int panel, int end_panel) {
                 const char* next = end_panel < product.num_panels ? product.group + end_panel * weight.panel_stride : after;
                 return StoredCodes<Reader>{weight.panel_stride, product.group + panel * weight.panel_stride, next};
             });
@@ -389,7 +454,8 @@ void multiply_codes(const WeightProduct& product) {
         if constexpr (Arch::has_tiles) {
             multiply_in_tiles<Arch>(product, block, stride, run);
         } else {
-            multiply_coded_rows<V>(product, run.first, end, [&](int panel, int) {
+            const int widest = end > run.end ? 1 : group_panels / 2;  // of several runs, sums stay in registers
+            multiply_coded_rows<V>(product, summed<V>(product, run.first, end), widest, [&](int panel, int) {
                 return CachedCodes{block + panel * stride, run.first, stride};
             });
         }

@@ -12,6 +12,7 @@ enum class ScratchUse {
     activations,   // between the two halves of a feed-forward
     row_lists,     // which rows go to which expert
     unpacked,      // a block of a quantized weight as floats
+    run_sums,      // of rows, by run of columns of a quantized weight with offsets
     products,      // float32 results of one panel group
     sums,          // float32 output columns of one panel group
     logits,        // router scores
