@@ -201,14 +201,17 @@ def _pool(
 def _config(name: PhaseName, phase: PhasePlan, setting: Setting, demand: Demand, total_blocks: int) -> SchedulerConfig:
     """Limits of one attention worker, as the engine would take them from the plan."""
     per_worker = -(-phase.batch // phase.parallel.attention_dp)
-    max_running = min(per_worker, MAX_PROMPTS) if name == "prefill" else per_worker
-    reserved = reserved_blocks(total_blocks)
-    longest = np.sort(blocks_of(demand.input_tokens + demand.output_tokens, BLOCK_SIZE))[::-1][:max_running]
+    max_running = min(per_worker, len(demand), MAX_PROMPTS if name == "prefill" else per_worker)
     most, allowed = setting.model.max_position, setting.workload.max_length
+    max_model_len = most if allowed is None else min(most, allowed)
+    tokens = np.minimum(demand.input_tokens + demand.output_tokens, max_model_len)  # longer ones are refused
+    longest = np.sort(blocks_of(tokens, BLOCK_SIZE))[::-1][:max_running]
+    touched = int(longest.sum()) + len(longest)
+    reserved = min(reserved_blocks(total_blocks), touched)
     return SchedulerConfig(
-        num_blocks=min(total_blocks, int(longest.sum()) + reserved + len(longest)),
+        num_blocks=min(total_blocks, touched + reserved),
         block_size=BLOCK_SIZE,
-        max_model_len=most if allowed is None else min(most, allowed),
+        max_model_len=max_model_len,
         max_batch_tokens=per_worker if name == "prefill" else max(SchedulerConfig.max_batch_tokens, per_worker),
         context_tokens_per_row=context_tokens_per_row(setting.model),
         max_running=max_running,

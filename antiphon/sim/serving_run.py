@@ -168,15 +168,18 @@ class _ServingSimulation:
 
     def _request(self, record: Record, pool: Pool, max_tokens: int) -> Request:
         cached = round(pool.setting.workload.prefix_hit * record.input_tokens)
-        shared = min(max(self._options.shared_prefix_tokens, cached), record.input_tokens)
-        return new_request(
+        num_made = min(record.input_tokens, pool.config.max_model_len)  # a longer prompt is refused by its length
+        shared = min(max(self._options.shared_prefix_tokens, cached), num_made)
+        request = new_request(
             str(record.index),
-            [_TOKEN] * shared + [record.index + 1] * (record.input_tokens - shared),
+            [_TOKEN] * shared + [record.index + 1] * (num_made - shared),
             SamplingParams(max_tokens=1 if pool.first_token_only else max_tokens, ignore_eos=True),
             arrival=record.index,
             seed=0,
             eos_token_ids=(),
         )
+        request.num_prompt = record.input_tokens
+        return request
 
     def _route(self, pool: int, request: Request) -> None:
         """To the worker that the engine would choose; none is alive: wait for one."""
