@@ -34,6 +34,7 @@ from antiphon.serve.policy.handover_sides import SLOT_BYTES, SLOTS
 from antiphon.serve.policy.request import SchedulerConfig
 from antiphon.sim.demand import Demand
 from antiphon.sim.host import CoreWaits
+from antiphon.specs.checked import CountFromZero, Flag, NotNegative, Positive, checked
 from antiphon.specs.counts import blocks_of, context_tokens_per_row, reserved_blocks
 from antiphon.specs.plan import PHASES, PhaseName, PhasePlan, Plan
 
@@ -51,6 +52,7 @@ class Kill:
     time_s: float
 
 
+@checked("options")
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
     """`shared_prefix_tokens`: equal first tokens of all prompts, which the prefix cache can find (0: nothing is
@@ -59,24 +61,15 @@ class ServingOptions:
     `client_here`: clients are a process on the serving machine (`sim.host`). `core_waits`: what steps, and threads that
     are woken, wait for cores of a machine all of whose cores compute; not with times of HTTP."""
 
-    seed: int = 0
-    shared_prefix_tokens: int = 0
+    seed: CountFromZero = 0
+    shared_prefix_tokens: CountFromZero = 0
     kills: tuple[Kill, ...] = ()
-    restart_s: float = 20.0
-    rebalance_every_s: float | None = None
-    shift_every_s: float | None = None
+    restart_s: NotNegative = 20.0
+    rebalance_every_s: Positive | None = None
+    shift_every_s: Positive | None = None
     hand_over: HandOver = "layers"
-    client_here: bool = False
+    client_here: Flag = False
     core_waits: CoreWaits | None = None
-
-    def __post_init__(self) -> None:
-        if self.shared_prefix_tokens < 0:
-            raise UserError(f"a shared prefix of {self.shared_prefix_tokens} tokens: give at least 0")
-        for name, value in (("rebalance", self.rebalance_every_s), ("shift", self.shift_every_s)):
-            if value is not None and not 0 < value < float("inf"):
-                raise UserError(f"{name} every {value} s: give a time above 0")
-        if not 0 <= self.restart_s < float("inf"):
-            raise UserError(f"a restart takes {self.restart_s} s: give a time of at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
