@@ -19,9 +19,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
+from pydantic import Field
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.cost.memory import kv_blocks, kv_bytes_per_token, tokens_of_state
@@ -34,7 +35,7 @@ from antiphon.serve.policy.handover_sides import SLOT_BYTES, SLOTS
 from antiphon.serve.policy.request import SchedulerConfig
 from antiphon.sim.demand import Demand
 from antiphon.sim.host import CoreWaits
-from antiphon.specs.checked import CountFromZero, Flag, NotNegative, Positive, checked
+from antiphon.specs.checked import CountFromZero, Flag, NotNegative, Number, checked
 from antiphon.specs.counts import blocks_of, context_tokens_per_row, reserved_blocks
 from antiphon.specs.plan import PHASES, PhaseName, PhasePlan, Plan
 
@@ -52,6 +53,10 @@ class Kill:
     time_s: float
 
 
+SHORTEST_PERIOD_S, MOST_PERIODS = 1e-3, 10_000_000  # more would be simulated for hours
+Period = Annotated[Number, Field(ge=SHORTEST_PERIOD_S)]
+
+
 @checked("options")
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
@@ -65,8 +70,8 @@ class ServingOptions:
     shared_prefix_tokens: CountFromZero = 0
     kills: tuple[Kill, ...] = ()
     restart_s: NotNegative = 20.0
-    rebalance_every_s: Positive | None = None
-    shift_every_s: Positive | None = None
+    rebalance_every_s: Period | None = None
+    shift_every_s: Period | None = None
     hand_over: HandOver = "layers"
     client_here: Flag = False
     core_waits: CoreWaits | None = None

@@ -374,10 +374,13 @@ def test_wrong_questions() -> None:
     assert pools_of(both, replace(setting(of), precision=PrecisionSpec(weights="fp8")), demand)
     for options, message in (
         ({"restart_s": -1.0}, "restart_s is -1.0: it must be at least 0"),
-        ({"rebalance_every_s": 0.0}, "rebalance_every_s is 0.0: it must be above 0"),
+        ({"rebalance_every_s": 0.0}, "rebalance_every_s is 0.0: it must be at least 0.001"),
         ({"shared_prefix_tokens": -1}, "shared_prefix_tokens is -1: it must be at least 0"),
         ({"shift_every_s": math.nan}, "shift_every_s is nan: it must be a finite number"),
         ({"hand_over": "soon"}, "hand_over is 'soon': it must be 'layers' or 'end'"),
     ):
         with pytest.raises(UserError, match=message):
             ServingOptions(**options)  # type: ignore[arg-type]
+    late = replace(demand, arrivals_s=np.array([0.0, 1.0, 1e9]))
+    with pytest.raises(UserError, match=r"something every 1 s while requests come for 1e\+09 s: at most 10,000,000"):
+        simulate_serving(pools_of(both, setting(of), late), late, ServingOptions(shift_every_s=1.0))
