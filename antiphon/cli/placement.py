@@ -34,6 +34,7 @@ from antiphon.placement.place import matrix_of, owners_of, place, recent_loads
 from antiphon.placement.routing_trace import RoutingTrace, read_routing_trace
 from antiphon.placement.sample_paths import PathProfile, estimate_score, expected_by_paths, pack_first_fit
 from antiphon.placement.split import BoolArray, FloatArray, IntArray, balancedness, split_rows
+from antiphon.specs.checked import LARGEST, SMALLEST
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement, placement_to_json
 
 DEFAULT_PATH_LENGTH = 3  # as in Lina, section 7.1
@@ -209,6 +210,9 @@ def _speeds(text: str | None, num_workers: int) -> FloatArray | None:
         speeds = np.array([float(part) for part in text.split(",")])
     except ValueError as error:
         raise UserError(f"--speeds {text}: write one number for each worker, for example 1,1,0.5") from error
-    if speeds.size != num_workers or not (np.isfinite(speeds) & (speeds > 0)).all():
-        raise UserError(f"--speeds {text}: give {num_workers} numbers above 0, one for each worker")
+    if speeds.size != num_workers or not ((speeds > SMALLEST) & (speeds <= LARGEST)).all():
+        raise UserError(
+            f"--speeds {text}: give {num_workers} numbers above 0, one for each worker, between {SMALLEST:g} and "
+            f"{LARGEST:g}"
+        )
     return speeds

@@ -352,6 +352,8 @@ def _checked_group(text: str, count: str) -> int:
 
 def _checked_format(text: str, field: str, name: str) -> str:
     """Arithmetic knows fewer formats than storage: float16 is computed in bfloat16's rate, int4 in bfloat16."""
+    if field == "compute" and "=" in text and name in get_args(ComputeDtype):
+        return name
     if name not in BYTES_OF:
         known = ", ".join(get_args(StorageDtype))
         raise UserError(f"--precision {text!r}: format {name!r} is unknown: use one of {known}")

@@ -10,7 +10,6 @@ Rejected: splines, or polynomials of size. They fit better and swing between the
 
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ import numpy as np
 
 from antiphon.base.errors import UserError
 from antiphon.cost.roofline import FloatArray, Number
+from antiphon.specs.checked import Flag, NotNegative, is_number
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Curve:
     """`seconds[i]` is the time at size `sizes[i]`; sizes ascend. `may_fall`: not of growing work but a ratio, or the
     time of a part of it: points stay as they are, and beyond the last one its value holds."""
 
-    sizes: tuple[float, ...]
-    seconds: tuple[float, ...]
-    may_fall: bool = False
+    sizes: tuple[NotNegative, ...]
+    seconds: tuple[NotNegative, ...]
+    may_fall: Flag = False
 
     def __post_init__(self) -> None:
         _check_sizes("sizes", self.sizes)
@@ -57,9 +57,9 @@ class Curve:
 class Surface:
     """`seconds[i][j]` is the time at `first[i]` and `second[j]`; both ascend."""
 
-    first: tuple[float, ...]
-    second: tuple[float, ...]
-    seconds: tuple[tuple[float, ...], ...]
+    first: tuple[NotNegative, ...]
+    second: tuple[NotNegative, ...]
+    seconds: tuple[tuple[NotNegative, ...], ...]
 
     def __post_init__(self) -> None:
         _check_sizes("first sizes", self.first)
@@ -104,12 +104,12 @@ def _along(sizes: FloatArray, values: FloatArray, at: FloatArray) -> FloatArray:
 def _check_sizes(what: str, sizes: Sequence[float]) -> None:
     if not sizes:
         raise UserError(f"{what} are empty: give at least one measured point")
-    if not all(math.isfinite(size) and size >= 0 for size in sizes):
+    if not all(is_number(size) and size >= 0 for size in sizes):
         raise UserError(f"{what} are {list(sizes)}: each must be a number of at least 0")
     if any(after <= before for before, after in itertools.pairwise(sizes)):
         raise UserError(f"{what} are {list(sizes)}: they must ascend")
 
 
 def _check_seconds(seconds: Sequence[float]) -> None:
-    if not all(math.isfinite(time) and time >= 0 for time in seconds):
+    if not all(is_number(time) and time >= 0 for time in seconds):
         raise UserError(f"times are {list(seconds)}: each must be a number of seconds, at least 0")

@@ -55,7 +55,7 @@ def probability_of_none(num_experts: Number, top_k: Number, num_held: Number) ->
         *(np.asarray(value, dtype=np.float64) for value in (num_experts, top_k, num_held))
     )
     missed = np.ones(experts.shape)
-    for draw in range(int(np.max(chosen, initial=0))):
+    for draw in range(int(min(np.max(chosen, initial=0), np.max(experts, initial=0)))):
         left = np.maximum(experts - draw, 1.0)
         missed = np.where(draw < chosen, missed * np.clip((left - held) / left, 0.0, 1.0), missed)
     result: Number = missed if missed.ndim else float(missed)

@@ -40,7 +40,18 @@ from antiphon.base.errors import UserError
 from antiphon.cost.curves import Curve, Surface
 from antiphon.cost.roofline import Number, Parts
 from antiphon.specs.catalog import a_file_of
-from antiphon.specs.checked import Count, NotNegative, Text, check_version, checked, read, read_mapping
+from antiphon.specs.checked import (
+    Count,
+    CountFromZero,
+    Flag,
+    NotNegative,
+    Positive,
+    Text,
+    check_version,
+    checked,
+    read,
+    read_mapping,
+)
 from antiphon.specs.cluster import ComputeDtype
 
 SumName = Literal["all_reduce", "reduce_scatter", "all_gather"]
@@ -64,16 +75,16 @@ class ThreadTimes:
     for every token before the piece; None: not measured.
     """
 
-    num_threads: int
-    base_context: int
+    num_threads: Count
+    base_context: CountFromZero
     attention_s: Curve
     per_context_s: Curve
     experts_s: dict[int, Curve]
     head_s: Curve
     step_s: Curve
     prompt_attention_s: Curve
-    per_cached_s: float | None = None
-    both_sides: bool = False
+    per_cached_s: NotNegative | None = None
+    both_sides: Flag = False
 
     def attention_layer_s(self, rows: float, context: float) -> float:
         beyond = max(0.0, context - self.base_context)
@@ -151,16 +162,16 @@ class LocalTimes:
     dtype: str
     kernels: str
     cpu: str
-    num_cores: int
+    num_cores: Count
     threads: tuple[ThreadTimes, ...]
     slowdowns: Slowdowns
     exchange: ExchangeTimes
     engine: EngineTimes
-    read_bytes_per_s: dict[int, float] = field(default_factory=dict)
-    gemm_flops_per_s: dict[int, float] = field(default_factory=dict)
+    read_bytes_per_s: dict[int, Positive] = field(default_factory=dict)
+    gemm_flops_per_s: dict[int, Positive] = field(default_factory=dict)
     row_calls: RowCalls
-    foreign_share: float = 0.0
-    spread: float = 0.0
+    foreign_share: NotNegative = 0.0
+    spread: NotNegative = 0.0
     notes: tuple[str, ...] = ()
 
 
@@ -172,7 +183,7 @@ class TrainingLayer:
     experts: Literal["expert", "tensor"]
     dispatch: Literal["all_to_all", "all_gather"]
     layer: Literal["moe", "dense"]
-    model_parallel: int
+    model_parallel: Count
     forward: Surface
     backward: Surface
     waiting: Surface
@@ -183,7 +194,7 @@ class TrainingSum:
     """One collective over `degree` ranks: seconds over (ranks at work, bytes of the whole tensor)."""
 
     name: SumName
-    degree: int
+    degree: Count
     times: Surface
 
 
@@ -195,9 +206,9 @@ class TrainingTables:
     `dtype`."""
 
     dtype: ComputeDtype
-    flops_per_s: float
-    sequence_length: int
-    ranks: tuple[int, ...]
+    flops_per_s: Positive
+    sequence_length: Count
+    ranks: tuple[Count, ...]
     layers: tuple[TrainingLayer, ...]
     head: Surface
     update: dict[str, Curve]
@@ -256,7 +267,7 @@ class AttentionTable:
     num_threads: Count = 1
     bound: Bound = "memory"
     per_cached_s: NotNegative | None = None
-    both_sides: bool = False
+    both_sides: Flag = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +279,7 @@ class ExpertTable:
     tp: Count = 1
     num_threads: Count = 1
     bound: Bound = "memory"
-    both_sides: bool = False
+    both_sides: Flag = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +319,7 @@ class Profile:
     training: TrainingTables | None = None
 
     def attention_table(
-        self, phase: AttentionPhase = "decode", layer: LayerKind = "moe", tp: int = 1, *, both_sides: bool = False
+        self, phase: AttentionPhase = "decode", layer: LayerKind = "moe", tp: int = 1, *, both_sides: Flag = False
     ) -> AttentionTable | None:
         """The first table that answers for this worker, if there is one as `both_sides` says; None if none was
         measured."""

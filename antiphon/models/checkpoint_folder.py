@@ -18,8 +18,6 @@ Rejected: `Path.is_file` before `open`, which says no more than "no" and leaves 
 """
 
 import errno
-import json
-import math
 import os
 import re
 import reprlib
@@ -29,6 +27,7 @@ from typing import Any, BinaryIO
 
 from antiphon.base.errors import CheckpointError
 from antiphon.specs.catalog import refuse_another
+from antiphon.specs.checked import parse_json
 
 MAX_JSON_BYTES = 100_000_000  # as much as the safetensors library takes for a header; published indices have 9 MB
 _POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
@@ -106,20 +105,6 @@ def read_json(path: Path, missing: str = "download it", *, unique_keys: bool = F
     return value
 
 
-def parse_json(data: bytes, *, unique_keys: bool = False) -> Any:
-    """The value of a JSON text. `ValueError` also for what Python's parser takes or trips over: NaN, infinity, numbers
-    too large for a float, texts nested too deeply, and with `unique_keys` a key that an object has twice."""
-    try:
-        return json.loads(
-            data,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
-            object_pairs_hook=_unique if unique_keys else None,
-        )
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
 def _check_kind(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
@@ -136,26 +121,6 @@ def _cannot_be_read(path: Path, error: OSError | ValueError, missing: str) -> Ch
             return CheckpointError(f"{path}: a link to {path.readlink()}, which is not there: {missing}")
         return CheckpointError(f"{path} is missing: {missing}")
     return CheckpointError(f"{path}: cannot be read ({error.strerror}): check its permissions and its disk")
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"it holds {name}, which is not JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"the number {text[:40]} is too large")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"{key[:200]!r} stands there twice")
-        result[key] = value
-    return result
 
 
 SUFFIX = ".safetensors"

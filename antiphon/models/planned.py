@@ -15,6 +15,7 @@ have, since a planner is asked about models of the week.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,9 +27,11 @@ from antiphon.models.config import TEXT_KEYS, check_spec, load_model_spec, model
 from antiphon.models.counted_layers import Keys, moe_layers, state_layers, state_spec, windowed_layers
 from antiphon.models.families.config_readers import FAMILIES
 from antiphon.models.families.config_values import MAX_POSITIONS, assumed
+from antiphon.specs.checked import parse_json
 from antiphon.specs.model import AttentionSpec, FeedForwardSpec, LatentSpec, ModelSpec, RopeSpec, RouterSpec, SparseSpec
 
 UNKNOWN_TYPE = "unknown"
+_ANOTHER_KEY = re.compile(r",\s*[A-Za-z_][\w.]*=")  # other options of `antiphon plan` take lists
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,8 +269,12 @@ def changed(config: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]
             if not isinstance(place, dict):
                 raise UserError(f"--model-set {text!r}: {section} is {brief(place)}, not a section with keys")
         try:
-            place[last] = json.loads(written)
-        except (ValueError, RecursionError):
+            place[last] = parse_json(written, unique_keys=True)
+        except ValueError as error:
+            if _ANOTHER_KEY.search(written):
+                raise UserError(
+                    f"--model-set {text!r}: it takes one key: write --model-set again for each further one"
+                ) from error
             place[last] = written.strip()
     return dict(result)
 

@@ -30,11 +30,11 @@ from antiphon.models.checkpoint_folder import (
     left_over,
     missing_file,
     open_regular,
-    parse_json,
     read_json,
     weight_files,
 )
 from antiphon.models.tensor_names import GatedNames, TensorNames
+from antiphon.specs.checked import parse_json
 
 LENGTH_BYTES = 8
 MAX_AXES = 64  # as many as torch takes

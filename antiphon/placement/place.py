@@ -38,11 +38,13 @@ Letters: L layers, E experts, W workers.
 
 import heapq
 from collections.abc import Sequence
+from numbers import Integral
 
 import numpy as np
 
 from antiphon.base.errors import UserError
 from antiphon.placement.split import BoolArray, FloatArray, IntArray, check_speeds, split_loads
+from antiphon.specs.checked import is_number
 from antiphon.specs.placement import Owners
 
 SPREAD = 0.15  # surcharge, in mean loads of a worker, for each expert that two workers share already
@@ -50,6 +52,7 @@ CLOSE = 1.01
 HALF_LIFE_STEPS = 4.0
 NUM_TRIED = 24  # changes of a map whose split is computed
 BEAM = 6  # maps that are changed further
+MOST_COPIES = 1 << 22  # on all workers of a layer
 BEAM_NUMBERS = 1024  # experts times workers, up to which all of them are
 
 
@@ -277,10 +280,14 @@ def _changes(parts: FloatArray, held: BoolArray, slots: int, speeds: FloatArray)
 
 def check_fit(num_experts: int, num_workers: int, slots: int) -> None:
     """`UserError` unless `num_workers` with `slots` each can hold all experts, of which there is at least one."""
-    if num_experts < 1:
-        raise UserError("0 experts: there must be at least 1")
-    if num_workers < 1:
-        raise UserError(f"{num_workers} workers: there must be at least 1")
+    for count, what in ((num_experts, "experts"), (num_workers, "workers"), (slots, "slots of a worker")):
+        if not isinstance(count, Integral) or count < 1:
+            raise UserError(f"{count} {what}: give a whole number of at least 1")
+    if (copies := num_workers * min(slots, num_experts)) > MOST_COPIES:
+        raise UserError(
+            f"{num_workers} workers with {slots} slots have room for {copies:,} copies of {num_experts} experts: give "
+            f"fewer, at most {MOST_COPIES:,} are placed"
+        )
     needed = -(-num_experts // num_workers)
     if slots < needed:
         raise UserError(
@@ -293,7 +300,7 @@ def expert_costs(loads: Sequence[float] | FloatArray, floor: float = 0.0) -> Flo
     costs = np.asarray(loads, dtype=np.float64)
     if costs.ndim != 1 or costs.size == 0:
         raise UserError(f"loads have shape {costs.shape}: give one number per expert")
-    if not (np.all(np.isfinite(costs)) and np.all(costs >= 0) and floor >= 0):
+    if not (np.all(np.isfinite(costs)) and np.all(costs >= 0) and is_number(floor) and floor >= 0):
         raise UserError("loads and their floor must be numbers of at least 0")
     return np.maximum(costs, floor)
 

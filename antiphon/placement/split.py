@@ -39,6 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.base.errors import UserError
+from antiphon.specs.checked import LARGEST, SMALLEST
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -87,8 +88,11 @@ def check_speeds(speeds: FloatArray | None, num_workers: int) -> None:
     if speeds is None:
         return
     values = np.asarray(speeds, dtype=np.float64)
-    if values.shape != (num_workers,) or not (np.isfinite(values) & (values > 0)).all():
-        raise UserError(f"speeds {values.tolist()} of {num_workers} workers: give each a finite number above 0")
+    if values.shape != (num_workers,) or not ((values > SMALLEST) & (values <= LARGEST)).all():
+        raise UserError(
+            f"speeds {values.tolist()} of {num_workers} workers: give each a finite number above 0, between "
+            f"{SMALLEST:g} and {LARGEST:g}"
+        )
 
 
 class _Pouring:

@@ -28,13 +28,15 @@ among them.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Annotated, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from antiphon.base.errors import UserError
 from antiphon.cost.roofline import FloatArray
+from antiphon.specs.checked import Whole, checked
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import (
     LAYOUTS,
@@ -63,6 +65,7 @@ PIN_NAMES = {
     "micro_batches": "micro_batches",
     "batch": "batch",
 }
+Pinned = Annotated[Whole, Field(ge=1, le=MAX_BATCH)]
 SHORT_NAMES = {"tp": "attention.tp", "dp": "attention.dp", "ep": "experts.ep"}
 
 
@@ -222,17 +225,18 @@ def piece_of(stage_devices: int, domain: int) -> int:
     return max(piece for piece in range(1, min(stage_devices, domain) + 1) if stage_devices % piece == 0)
 
 
+@checked("pins")
 @dataclass(frozen=True, kw_only=True)
 class Pins:
     """None: searched."""
 
-    attention_tp: int | None = None
-    attention_dp: int | None = None
-    expert_tp: int | None = None
-    expert_ep: int | None = None
-    pp: int | None = None
-    micro_batches: int | None = None
-    batch: int | None = None
+    attention_tp: Pinned | None = None
+    attention_dp: Pinned | None = None
+    expert_tp: Pinned | None = None
+    expert_ep: Pinned | None = None
+    pp: Pinned | None = None
+    micro_batches: Pinned | None = None
+    batch: Pinned | None = None
 
     def __str__(self) -> str:
         """As it is written: ``attention.tp=2, pp=4``; empty where nothing is fixed."""

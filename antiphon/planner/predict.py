@@ -88,7 +88,9 @@ def resource_weights(setting: Setting) -> list[float]:
 
 
 def candidate_of(setting: Setting, plan: PhasePlan) -> Candidates:
-    """The one candidate that a phase of a plan describes. `UserError` if its devices are not in the cluster."""
+    """The one candidate that a phase of a plan describes. `UserError` if its sizes contradict each other, or its
+    devices are not in the cluster."""
+    _check_sizes(plan)
     names = [group.device.name for group in setting.groups]
     unknown = [use.device for use in plan.devices if use.device not in names]
     if unknown:
@@ -113,6 +115,27 @@ def candidate_of(setting: Setting, plan: PhasePlan) -> Candidates:
         batch=plan.batch // (plan.micro_batches * parallel.attention_dp),
         step_tokens=plan.step_tokens or 0,
     )
+
+
+def _check_sizes(plan: PhasePlan) -> None:
+    """`UserError` where a phase's sizes contradict each other, as after an edit by hand."""
+    parallel, apart, again = plan.parallel, plan.layout == "disaggregated", "make the plan again with antiphon plan"
+    roles, wanted = [use.role for use in plan.devices], ["attention", "experts"] if apart else ["both"]
+    if roles != wanted:
+        found = " and ".join(roles) or "no role"
+        raise UserError(f"the plan lists devices of {found}, {plan.layout} has {' and '.join(wanted)}: {again}")
+    attention, experts = parallel.attention_tp * parallel.attention_dp, parallel.expert_tp * parallel.expert_ep
+    if not apart and attention != experts:
+        raise UserError(
+            f"a stage of the plan has {attention} devices by its attention and {experts} by its experts: {plan.layout} "
+            f"has both on the same: {again}"
+        )
+    least = plan.micro_batches * parallel.attention_dp
+    if plan.batch < least:
+        raise UserError(
+            f"the plan's batch is {plan.batch}: {plan.micro_batches} micro-batches on {parallel.attention_dp} "
+            f"attention workers are at least {least}: {again}"
+        )
 
 
 def predict(setting: Setting, plan: PhasePlan) -> Predicted:

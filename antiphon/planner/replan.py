@@ -20,6 +20,7 @@ from antiphon.planner.candidates import Pins
 from antiphon.planner.explain import NoPlan
 from antiphon.planner.search import make_plan, settings_of
 from antiphon.planner.setting import SearchLimits
+from antiphon.specs.checked import CountFromZero, NotNegative, Positive, checked
 from antiphon.specs.cluster import ClusterSpec, cluster_from_json
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import LATENCIES, LAYOUTS, PhaseName, PhasePlan, Plan
@@ -28,18 +29,19 @@ from antiphon.specs.workload import LengthSpec, SloSpec, WorkloadSpec, workload_
 WORTH_OF_MOVE = 1.05  # times the value of now; less is within what the model can tell
 
 
+@checked("load")
 @dataclass(frozen=True, kw_only=True)
 class SeenLoad:
     """What a server did in `seconds`. `in_flight`: requests that ran or waited, the mean of both readings. `ttft_s`,
     `tpot_s`: its mean times to the first token and between tokens; None where it counted none."""
 
-    seconds: float
-    num_requests: int
-    input_tokens: float
-    output_tokens: float
-    in_flight: float
-    ttft_s: float | None = None
-    tpot_s: float | None = None
+    seconds: Positive
+    num_requests: CountFromZero
+    input_tokens: NotNegative
+    output_tokens: NotNegative
+    in_flight: NotNegative
+    ttft_s: NotNegative | None = None
+    tpot_s: NotNegative | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from antiphon.cost.roofline import FloatArray
 from antiphon.planner.candidates import BoolArray, Candidates, IntArray, largest_that, real
 from antiphon.planner.setting import STEP_TOKENS, Setting
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
-from antiphon.specs.plan import MAX_INSTANCES
+from antiphon.specs.plan import MAX_DEGREE, MAX_INSTANCES
 
 Domains = tuple[tuple[int, int], ...]
 """(devices, how many such domains), widest first."""
@@ -86,8 +86,7 @@ def both_fit(domains: Domains, wide_tp: IntArray, num_wide: IntArray, tp: IntArr
 def usable_instances(setting: Setting, candidates: Candidates) -> IntArray:
     """`instances_that_fit`, as far as the search's limits allow: 0 where there is no room for as many as are fixed."""
     fit, wanted = instances_that_fit(setting.cluster, candidates), setting.limits.num_instances
-    if setting.limits.servable:
-        fit = np.minimum(fit, MAX_INSTANCES)
+    fit = np.minimum(fit, MAX_INSTANCES if setting.limits.servable else MAX_DEGREE)  # as many as a plan may have
     return fit if wanted is None else np.where(fit >= wanted, wanted, 0)
 
 

@@ -19,8 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import NormalDist
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from antiphon.base.errors import UserError
 from antiphon.cost.exchange import expected_distinct
@@ -30,10 +32,11 @@ from antiphon.cost.roofline import FloatArray, Roofs, roofs
 from antiphon.cost.skew import zipf_shares
 from antiphon.placement.place import balance, busiest_share
 from antiphon.planner.candidates import IntArray, Pins
+from antiphon.specs.checked import CountFromZero, Flag, checked
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.counts import context_tokens_per_row
 from antiphon.specs.model import ModelSpec, PrecisionSpec
-from antiphon.specs.plan import LATENCIES, OBJECTIVES, Collectives, Objective, PhaseName
+from antiphon.specs.plan import LATENCIES, Collectives, Degree, Objective, PhaseName
 from antiphon.specs.workload import LengthSpec, WorkloadSpec
 
 SHORT = 0.1
@@ -55,6 +58,8 @@ def mean_cube(lengths: LengthSpec) -> float:
 
 def quantile(lengths: LengthSpec, percentile: float) -> float:
     """The length that the fraction `percentile` of requests does not exceed."""
+    if not 0 < percentile < 1:
+        raise UserError(f"percentile is {percentile}: it must lie between 0 and 1, for example 0.99")
     if lengths.trace:
         ordered = sorted(lengths.trace)
         return float(ordered[min(math.ceil(percentile * len(ordered)), len(ordered)) - 1])
@@ -113,6 +118,7 @@ def length_facts(workload: WorkloadSpec) -> LengthFacts:
     )
 
 
+@checked("limits")
 @dataclass(frozen=True, kw_only=True)
 class SearchLimits:
     """Which candidates are looked at. `max_micro_batches`: N_m of MegaScale-Infer (4). `collectives`: the form of
@@ -125,25 +131,20 @@ class SearchLimits:
     `pins`: what is fixed for every layout. `num_instances`: how many exactly, which share the workload's requests in
     flight; None: as many as fit or are needed."""
 
-    max_micro_batches: int = 4
+    max_micro_batches: Degree = 4
     collectives: Collectives = "auto"
-    sliced: bool = True
-    overlapped: bool = True
-    per_node: bool = True
-    whole_prompts: bool = False
-    extra_slots: tuple[int, ...] = (0, 1)
-    prefer_simple: bool = False
-    servable: bool = False
+    sliced: Flag = True
+    overlapped: Flag = True
+    per_node: Flag = True
+    whole_prompts: Flag = False
+    extra_slots: Annotated[tuple[CountFromZero, ...], Field(min_length=1)] = (0, 1)
+    prefer_simple: Flag = False
+    servable: Flag = False
     pins: Pins = field(default_factory=Pins)
-    num_instances: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_micro_batches < 1:
-            raise UserError(f"limits: max_micro_batches is {self.max_micro_batches}: it must be at least 1")
-        if not self.extra_slots or min(self.extra_slots) < 0:
-            raise UserError(f"limits: extra_slots is {self.extra_slots}: give numbers of at least 0, such as (0, 1)")
+    num_instances: Degree | None = None
 
 
+@checked("setting")
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """One phase to be planned. `transfers_kv`: the KV cache goes from a prefill to a decode pool before the first token
@@ -157,11 +158,9 @@ class Setting:
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)
     profile: Profile | None = None
     limits: SearchLimits = field(default_factory=SearchLimits)
-    transfers_kv: bool = False
+    transfers_kv: Flag = False
 
     def __post_init__(self) -> None:
-        if self.objective not in OBJECTIVES:
-            raise UserError(f"objective is {self.objective!r}: use one of {', '.join(OBJECTIVES)}")
         if not self.model.num_moe_layers:
             raise UserError(f"model {self.model.family} has no MoE layer: there are no experts to place")
         loads = self.workload.expert_loads

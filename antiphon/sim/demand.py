@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.base.errors import UserError
+from antiphon.specs.checked import LARGEST, SMALLEST
 from antiphon.specs.workload import LengthSpec, WorkloadSpec
 
 DEFAULT_NUM_REQUESTS = 1000
@@ -46,6 +47,10 @@ def draw_demand(
     """Requests of `workload`. `num_requests` None: all of a trace, else 1,000. Arrivals, in this order: `all_at_once`,
     Poisson at `rate`, the trace's own, Poisson at the workload's rate, all at once. `burstiness`: in place of Poisson's
     gaps those of a gamma distribution with as large a mean, whose variance is 1 / `burstiness` of the mean's square."""
+    for name, value in (("rate", rate), ("burstiness", burstiness)):
+        if value is not None and not SMALLEST < value <= LARGEST:
+            least = SMALLEST if value > 0 else 0
+            raise UserError(f"{name} is {value}: it must be above {least:g}, at most {LARGEST:g}")
     traced = len(workload.input_tokens.trace)
     count = _count(workload, num_requests, own_arrivals=not all_at_once and rate is None)
     inputs = _lengths(workload.input_tokens, count, np.random.default_rng([seed, _INPUTS]))
@@ -57,8 +62,6 @@ def draw_demand(
         outputs = np.minimum(outputs, np.maximum(workload.max_length - inputs, 1))
         num_cut = int(np.count_nonzero(inputs + outputs < asked))
     rate_used = workload.requests_per_s if rate is None else rate
-    if rate is not None and not 0 < rate < float("inf"):
-        raise UserError(f"a rate of {rate} requests per second: it must be above 0")
     if all_at_once or (rate_used is None and not workload.arrivals_s):
         arrivals = np.zeros(count)
     elif rate is None and workload.arrivals_s and traced:

@@ -19,9 +19,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
+from pydantic import Field
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.cost.memory import kv_blocks, kv_bytes_per_token, tokens_of_state
@@ -34,6 +35,7 @@ from antiphon.serve.policy.handover_sides import SLOT_BYTES, SLOTS
 from antiphon.serve.policy.request import SchedulerConfig
 from antiphon.sim.demand import Demand
 from antiphon.sim.host import CoreWaits
+from antiphon.specs.checked import CountFromZero, Flag, NotNegative, Number, checked
 from antiphon.specs.counts import blocks_of, context_tokens_per_row, reserved_blocks
 from antiphon.specs.plan import PHASES, PhaseName, PhasePlan, Plan
 
@@ -51,6 +53,11 @@ class Kill:
     time_s: float
 
 
+SHORTEST_PERIOD_S, MOST_PERIODS = 1e-3, 10_000_000  # more would be simulated for hours
+Period = Annotated[Number, Field(ge=SHORTEST_PERIOD_S)]
+
+
+@checked("options")
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
     """`shared_prefix_tokens`: equal first tokens of all prompts, which the prefix cache can find (0: nothing is
@@ -59,24 +66,15 @@ class ServingOptions:
     `client_here`: clients are a process on the serving machine (`sim.host`). `core_waits`: what steps, and threads that
     are woken, wait for cores of a machine all of whose cores compute; not with times of HTTP."""
 
-    seed: int = 0
-    shared_prefix_tokens: int = 0
+    seed: CountFromZero = 0
+    shared_prefix_tokens: CountFromZero = 0
     kills: tuple[Kill, ...] = ()
-    restart_s: float = 20.0
-    rebalance_every_s: float | None = None
-    shift_every_s: float | None = None
+    restart_s: NotNegative = 20.0
+    rebalance_every_s: Period | None = None
+    shift_every_s: Period | None = None
     hand_over: HandOver = "layers"
-    client_here: bool = False
+    client_here: Flag = False
     core_waits: CoreWaits | None = None
-
-    def __post_init__(self) -> None:
-        if self.shared_prefix_tokens < 0:
-            raise UserError(f"a shared prefix of {self.shared_prefix_tokens} tokens: give at least 0")
-        for name, value in (("rebalance", self.rebalance_every_s), ("shift", self.shift_every_s)):
-            if value is not None and not 0 < value < float("inf"):
-                raise UserError(f"{name} every {value} s: give a time above 0")
-        if not 0 <= self.restart_s < float("inf"):
-            raise UserError(f"a restart takes {self.restart_s} s: give a time of at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,14 +199,17 @@ def _pool(
 def _config(name: PhaseName, phase: PhasePlan, setting: Setting, demand: Demand, total_blocks: int) -> SchedulerConfig:
     """Limits of one attention worker, as the engine would take them from the plan."""
     per_worker = -(-phase.batch // phase.parallel.attention_dp)
-    max_running = min(per_worker, MAX_PROMPTS) if name == "prefill" else per_worker
-    reserved = reserved_blocks(total_blocks)
-    longest = np.sort(blocks_of(demand.input_tokens + demand.output_tokens, BLOCK_SIZE))[::-1][:max_running]
+    max_running = min(per_worker, len(demand), MAX_PROMPTS if name == "prefill" else per_worker)
     most, allowed = setting.model.max_position, setting.workload.max_length
+    max_model_len = most if allowed is None else min(most, allowed)
+    tokens = np.minimum(demand.input_tokens + demand.output_tokens, max_model_len)  # longer ones are refused
+    longest = np.sort(blocks_of(tokens, BLOCK_SIZE))[::-1][:max_running]
+    touched = int(longest.sum()) + len(longest)
+    reserved = min(reserved_blocks(total_blocks), touched)
     return SchedulerConfig(
-        num_blocks=min(total_blocks, int(longest.sum()) + reserved + len(longest)),
+        num_blocks=min(total_blocks, touched + reserved),
         block_size=BLOCK_SIZE,
-        max_model_len=most if allowed is None else min(most, allowed),
+        max_model_len=max_model_len,
         max_batch_tokens=per_worker if name == "prefill" else max(SchedulerConfig.max_batch_tokens, per_worker),
         context_tokens_per_row=context_tokens_per_row(setting.model),
         max_running=max_running,

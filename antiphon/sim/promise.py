@@ -68,6 +68,11 @@ def checked(search: Callable[[WorkloadSpec], PlanResult], workload: WorkloadSpec
             phases = {name: replace(phase, notes=(*phase.notes, said)) for name, phase in result.plan.phases.items()}
             return replace(result, plan=replace(result.plan, phases=phases))
         asked = replace(asked, slo=_tighter(asked.slo, workload.slo, kept))
+    if kept.num_refused:
+        raise ResourceError(
+            f"the plan found refuses {kept.num_refused} of {kept.num_requests} requests in simulation, as the engine "
+            f"would, the first because: {kept.first_refusal}; or take it with --no-check"
+        )
     raise ResourceError(
         f"the plan found keeps its promise for {kept.slo_kept_ratio:.0%} of requests in simulation, not for "
         f"{workload.slo.percentile:.0%} (time to the first token {_shown(kept.ttft_at_percentile_s)}, per token "

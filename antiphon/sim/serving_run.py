@@ -27,7 +27,7 @@ from antiphon.sim.demand import Demand
 from antiphon.sim.handovers import SimulatedHandovers
 from antiphon.sim.host import DrawnWaits, serving_host
 from antiphon.sim.instances import Instance, start_pool
-from antiphon.sim.pools import Kill, Pool, ServingOptions
+from antiphon.sim.pools import MOST_PERIODS, Kill, Pool, ServingOptions
 from antiphon.sim.serve_log import Record, ServeLog, ServingRun
 from antiphon.specs.sampling import SamplingParams
 
@@ -96,6 +96,11 @@ class _ServingSimulation:
             (self._options.shift_every_s, self._shift),
         ):
             if every_s is not None:
+                if (span_s := float(self._demand.arrivals_s[-1])) > MOST_PERIODS * every_s:
+                    raise UserError(
+                        f"something every {every_s:g} s while requests come for {span_s:.3g} s: at most "
+                        f"{MOST_PERIODS:,} times are simulated, give a longer time or a higher rate"
+                    )
                 self._at(every_s, what, every_s)
         while self._num_done < len(self._demand):
             self._now_s = min(self._heap[0][0] if self._heap else math.inf, self._next_of_host_s())
@@ -168,15 +173,18 @@ class _ServingSimulation:
 
     def _request(self, record: Record, pool: Pool, max_tokens: int) -> Request:
         cached = round(pool.setting.workload.prefix_hit * record.input_tokens)
-        shared = min(max(self._options.shared_prefix_tokens, cached), record.input_tokens)
-        return new_request(
+        num_made = min(record.input_tokens, pool.config.max_model_len)  # a longer prompt is refused by its length
+        shared = min(max(self._options.shared_prefix_tokens, cached), num_made)
+        request = new_request(
             str(record.index),
-            [_TOKEN] * shared + [record.index + 1] * (record.input_tokens - shared),
+            [_TOKEN] * shared + [record.index + 1] * (num_made - shared),
             SamplingParams(max_tokens=1 if pool.first_token_only else max_tokens, ignore_eos=True),
             arrival=record.index,
             seed=0,
             eos_token_ids=(),
         )
+        request.num_prompt = record.input_tokens
+        return request
 
     def _route(self, pool: int, request: Request) -> None:
         """To the worker that the engine would choose; none is alive: wait for one."""

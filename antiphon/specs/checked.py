@@ -11,7 +11,7 @@
 1. pydantic compares every field with its annotation: of a mapping in `read`, of a call's arguments under `checked`.
    Rules between fields stand in `__post_init__` and raise `UserError`.
 2. Numbers are not guessed: "3" and true are none, 96e9 is a whole one. Unknown keys are refused, and the nearest known
-   one is offered.
+   one is offered. So is a key that stands twice.
 3. `first_mistake` says what pydantic found in one sentence with key, value and limit; request bodies use it too.
 
 Rejected: a table reader of our own, and checks by hand behind it: five places then say what a number may be. pydantic's
@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache, wraps
 from itertools import islice
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
@@ -40,8 +41,10 @@ Item = TypeVar("Item")
 
 
 def _whole(value: object) -> object:
-    """96e9 is a whole number too."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    """96e9 is a whole number too, and so are numpy's."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 Whole = Annotated[int, BeforeValidator(_whole), Strict()]  # for those with both limits of their own
@@ -49,8 +52,10 @@ MOST = 2**53  # a float has every whole number up to here
 Count = Annotated[Whole, Field(ge=1, le=MOST)]
 CountFromZero = Annotated[Whole, Field(ge=0, le=MOST)]
 LARGEST = 1e30  # beyond any quantity; squares and products of a few such numbers are still numbers
+SMALLEST = 1e-30  # below any; so are quotients
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False, ge=-LARGEST, le=LARGEST)]
-Positive = Annotated[Number, Field(gt=0)]
+Positive = Annotated[Number, Field(gt=SMALLEST)]
+Reckoned = Annotated[float, Strict(), Field(allow_inf_nan=False, ge=0)]  # of several of them
 NotNegative = Annotated[Number, Field(ge=0)]
 Share = Annotated[NotNegative, Field(le=1)]
 Flag = Annotated[bool, Strict()]
@@ -213,6 +218,8 @@ def _wrong_length(given: Any, limit: int, bound: str) -> str:
 def _allowed(mistake: ErrorDetails) -> str | None:
     """What the value of a key must be, behind "it must be"; None: pydantic says it in a sentence of its own."""
     detail = _DETAILS.get(mistake["type"], mistake["msg"].removeprefix("Input should be "))
+    if mistake.get("ctx", {}).get("gt") == SMALLEST:
+        detail = "above 0" if mistake["input"] <= 0 else f"above {SMALLEST:g}"
     if mistake["type"] in _BOUNDS:
         for long, short in _SHORTER.items():
             detail = detail.replace(long, short)
@@ -275,12 +282,46 @@ def _parts(hint: Any) -> Iterator[Any]:
         yield from _parts(inner)
 
 
+def parse_json(data: bytes | str, *, unique_keys: bool = False) -> Any:
+    """The value of a JSON text. `ValueError` also for what Python's parser takes or trips over: NaN, infinity, numbers
+    too large for a float, texts nested too deeply, and with `unique_keys` a key that an object has twice."""
+    try:
+        return json.loads(
+            data,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            object_pairs_hook=_unique if unique_keys else None,
+        )
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"it holds {name}, which is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"{key[:200]!r} stands there twice")
+        result[key] = value
+    return result
+
+
 def read_mapping(path: Path) -> dict[str, Any]:
     """The table of a whole TOML file, or the object of a JSON file if it is named like one; `UserError` if it cannot
     be read."""
     text, kind = read_text(path), "JSON" if path.suffix.lower() == ".json" else "TOML"
     try:
-        value = json.loads(text) if kind == "JSON" else tomllib.loads(text)
+        value = parse_json(text, unique_keys=True) if kind == "JSON" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # of both parsers
         raise UserError(f"{path}: not valid {kind}: {error}") from error
     if not isinstance(value, dict):
@@ -345,7 +386,7 @@ def placed(where: str) -> Iterator[None]:
 
 def is_number(value: object) -> bool:
     """Whether `value` is a finite number that a float can hold; true and false are not numbers."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         return False
     try:
         return math.isfinite(value)

@@ -20,7 +20,7 @@ import msgspec
 from antiphon.base.errors import UserError, shortened
 from antiphon.base.split_evenly import split_evenly
 from antiphon.specs.catalog import a_file_of
-from antiphon.specs.checked import read_bytes
+from antiphon.specs.checked import parse_json, read_bytes
 
 Owners = tuple[tuple[int, ...], ...]
 
@@ -140,9 +140,9 @@ def _layer(name: str) -> int:
 def placement_from_json(text: bytes, where: str) -> ExpertPlacement:
     """The placement that a file or a request holds; `UserError` says where and why it is none."""
     try:
-        file = msgspec.json.decode(text, type=_File)
+        file = msgspec.convert(parse_json(text, unique_keys=True), type=_File)
         owners = {_layer(name): tuple(map(tuple, of_layer)) for name, of_layer in file.owners.items()}
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.ValidationError, ValueError) as error:
         raise UserError(
             f'{where} is no placement: {error}: write {{"num_workers": N, "owners": {{"layer": [[worker, ...], ...]}}}}'
         ) from error

@@ -27,8 +27,8 @@ from antiphon.specs.checked import (
     CountFromZero,
     Flag,
     NotNegative,
-    Number,
     Positive,
+    Reckoned,
     Text,
     Whole,
     check_version,
@@ -113,18 +113,18 @@ class Predicted:
     times out of five.
     """
 
-    tpot_s: Number | None = None
-    ttft_s: Number | None = None
-    tokens_per_s: Number = 0.0
-    per_gpu: Number = 0.0
-    per_cost: Number | None = None
-    per_power: Number = 0.0
-    band: Number | None = None
-    t_a_s: Number | None = None
-    t_e_s: Number | None = None
-    t_c_s: Number | None = None
-    queueing_s: Number | None = None
-    memory_bytes: dict[str, Number] = field(default_factory=dict)
+    tpot_s: Reckoned | None = None
+    ttft_s: Reckoned | None = None
+    tokens_per_s: Reckoned = 0.0
+    per_gpu: Reckoned = 0.0
+    per_cost: Reckoned | None = None
+    per_power: Reckoned = 0.0
+    band: Reckoned | None = None
+    t_a_s: Reckoned | None = None
+    t_e_s: Reckoned | None = None
+    t_c_s: Reckoned | None = None
+    queueing_s: Reckoned | None = None
+    memory_bytes: dict[str, Reckoned] = field(default_factory=dict)
     bound_by: dict[str, str] = field(default_factory=dict)
 
     def score(self, objective: Objective) -> float | None:
@@ -158,7 +158,7 @@ class PhasePlan:
     layout: Layout
     parallel: Parallel
     num_instances: Degree = 1
-    micro_batches: Count
+    micro_batches: Degree
     batch: Annotated[Whole, Field(ge=1, le=MAX_BATCH)]
     step_tokens: Count | None = None
     two_batches: Flag = False

@@ -18,7 +18,6 @@ that cannot be read is an error that names file, line and value. A trace has arr
 """
 
 import csv
-import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping
@@ -31,6 +30,8 @@ from pydantic import Field
 from antiphon.base.errors import UserError
 from antiphon.specs.catalog import LISTED, a_file_of, shipped_file
 from antiphon.specs.checked import (
+    LARGEST,
+    MOST,
     Count,
     NotNegative,
     Number,
@@ -41,6 +42,7 @@ from antiphon.specs.checked import (
     checked,
     describe,
     is_number,
+    parse_json,
     placed,
     plain,
     read,
@@ -87,8 +89,8 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             continue
         where = f"{path}: line {number}"
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            row = parse_json(line, unique_keys=True)
+        except ValueError as error:
             raise UserError(f"{where}: {line[:60]!r} is not JSON ({error}): write one object a line") from error
         if not isinstance(row, dict):
             raise UserError(f"{where}: {line[:60]!r} is not an object: write input_tokens and output_tokens by name")
@@ -97,16 +99,19 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     reader = csv.DictReader(read_text(path).splitlines(), skipinitialspace=True)
-    if missing := [name for name in LENGTHS if name not in (reader.fieldnames or ())]:
+    columns = list(reader.fieldnames or ())
+    if missing := [name for name in LENGTHS if name not in columns]:
         raise UserError(f"{path}: line 1: no column {', '.join(missing)}: name the columns in the first line")
+    if twice := [name for name in (*LENGTHS, "arrival_s") if columns.count(name) > 1]:
+        raise UserError(f"{path}: line 1: two columns {twice[0]}: leave one of them out")
     for row in reader:
         yield f"{path}: line {reader.line_num}", row
 
 
 def _length(row: Mapping[str, Any], name: str, where: str) -> int:
     value = _number(row, name, where)
-    if value is None or not value.is_integer() or value < 1:
-        raise UserError(f"{where}: {name} is {describe(row.get(name))}: a whole number of at least 1 is needed")
+    if value is None or not value.is_integer() or not 1 <= value <= MOST:
+        raise UserError(f"{where}: {name} is {describe(row.get(name))}: a whole number from 1 to {MOST:,} is needed")
     return int(value)
 
 
@@ -130,7 +135,7 @@ def _number(row: Mapping[str, Any], name: str, where: str) -> float | None:
         number = float(value)
     except (ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= LARGEST else None
 
 
 MOST_SKEW = 100.0  # beyond it all rows go to one expert, and shares leave the range of numbers
@@ -300,7 +305,7 @@ def _with_median(lengths: Mapping[str, Any]) -> dict[str, Any]:
         mean, sigma = values.pop("mean"), values.get("sigma", 0.0)
         if not is_number(mean):
             raise UserError(f"mean is {describe(mean)}: it must be a valid number")
-        return values | {"median": mean * math.exp(-(sigma**2) / 2) if is_number(sigma) else mean}
+        return values | {"median": mean * math.exp(-(sigma**2) / 2) if is_number(sigma) and abs(sigma) < 10 else mean}
     trace = values.get("trace")
     numbers = list(filter(is_number, trace)) if isinstance(trace, (list, tuple)) else []
     return {"median": statistics.median(numbers), **values} if numbers else values

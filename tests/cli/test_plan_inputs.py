@@ -59,6 +59,7 @@ def test_prices_that_are_none(text: str) -> None:
         ([], PrecisionSpec()),
         (["fp8"], PrecisionSpec(weights="fp8", kv="fp8", dispatch="fp8", combine="fp8", compute="fp8")),
         (["weights=fp8", "compute=fp8"], PrecisionSpec(weights="fp8", compute="fp8")),
+        (["nvfp4", "compute=fp4"], PrecisionSpec(weights="nvfp4", compute="fp4")),
         (["wire=fp8", "combine=bf16"], PrecisionSpec(dispatch="fp8")),
         (["kv=fp8"], PrecisionSpec(kv="fp8")),
         (["int4"], PrecisionSpec(weights="int4")),

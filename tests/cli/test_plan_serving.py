@@ -64,3 +64,9 @@ def test_a_pinned_batch_is_of_servers(antiphon: PlanCommand, asked: list[object]
 def test_too_high_a_rate_names_one_that_is_taken(antiphon: PlanCommand, asked: list[object]) -> None:
     message = r".*requests/s are too many for odd: it takes [0-9.e+]+ \(\w+\): lower the rate, loosen .*"
     antiphon.refuses(1, message, *asked, "--rate", "1e7")
+
+
+def test_requests_longer_than_the_models_context_are_what_the_check_names(antiphon: PlanCommand) -> None:
+    asked = ("mixtral-8x7b", "--cluster", "one-h100-server", "--workload", "chat", "--rate", "1")
+    message = r".*the plan found refuses \d+ of \d+ requests in simulation, .* context length of 10: .*--no-check"
+    antiphon.refuses(1, message, *asked, "--model-set", "max_position_embeddings=10")

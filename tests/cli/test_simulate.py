@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from antiphon.cli import main as cli
+from antiphon.specs.cluster import cluster_to_json, load_cluster
 from antiphon.specs.plan import plan_to_json
 from tests.sim.serving_specimens import apart, plan, together, workload
 
@@ -178,6 +179,41 @@ def test_a_run_in_which_everything_is_refused(antiphon: Cli) -> None:
     assert "3 requests refused, as the engine would, the first because: prompt (9000) plus" in " ".join(out.split())
     found = json.loads((antiphon.folder / "out.json").read_text())
     assert (found["num_refused"], found["num_finished"], found["ttft_s"]) == (3, 0, {})
+
+
+def changed_plan(antiphon: Cli, file: str, **changes: object) -> str:
+    """The name of a copy of a plan with other values in its decode phase."""
+    mapping = json.loads((antiphon.folder / file).read_text())
+    mapping["phases"]["decode"] |= changes
+    (antiphon.folder / "edited.json").write_text(json.dumps(mapping))
+    return "edited.json"
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("decode.json", {"devices": []}, "the plan lists devices of no role, disaggregated has attention and experts"),
+        ("decode.json", {"batch": 1}, "the plan's batch is 1: 2 micro-batches on 3 attention workers are at least 6"),
+        ("decode.json", {"micro_batches": 2**53}, ".*micro_batches is 9007199254740992: it must be at most 1048576"),
+        ("colocated.json", {"expert_tp": 5}, "a stage of the plan has . devices by its attention and .+ by its exp"),
+    ],
+)
+def test_a_plan_whose_sizes_contradict_each_other_is_refused(
+    antiphon: Cli, file: str, changes: dict[str, object], message: str
+) -> None:
+    antiphon.refuses(2, f"{message}.*", changed_plan(antiphon, file, **changes), *FILES)
+
+
+def test_memory_and_prompts_without_end_are_no_more_work(antiphon: Cli) -> None:
+    """More blocks than any request can touch, more places than there are requests, prompts beyond the context."""
+    mapping = cluster_to_json(load_cluster(antiphon.folder / "odd.toml"))
+    mapping["groups"][0]["device"]["memory_bytes"] = 2**53
+    (antiphon.folder / "vast.json").write_text(json.dumps(mapping))
+    (antiphon.folder / "long.toml").write_text(WORKLOAD.replace("median = 60", "median = 1e10"))
+    file = changed_plan(antiphon, "decode.json", batch=10**9)
+    asked = ("--cluster", "vast.json", "--requests", 5, "--workload")
+    assert "5 served" in antiphon.simulates(file, *asked, "small.toml")
+    assert "5 requests refused" in antiphon.simulates(file, *asked, "long.toml")
 
 
 def test_the_pipeline_from_inside(antiphon: Cli) -> None:

@@ -134,6 +134,9 @@ def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
         ({"messages": [{"transport": "shm", "times": None}]}, ": messages[0].times is null: it must be an object"),
         ({"training": {"dtype": "int8"}}, ": training.dtype is 'int8': it must be 'float32'"),
         ({"model": True}, ": model is true: it must be a valid string"),
+        ({"head": {"sizes": ["1"], "seconds": [1]}}, ": head.sizes[0] is '1': it must be a valid number"),
+        ({"head": {"sizes": [True], "seconds": [1]}}, ": head.sizes[0] is true: it must be a valid number"),
+        ({"head": {"sizes": [1], "seconds": [1e31]}}, ": head.seconds[0] is 1e+31: it must be at most 1"),
     ],
 )
 def test_wrong_entries_are_named(tmp_path: Path, change: dict[str, object], says: str) -> None:
@@ -142,6 +145,24 @@ def test_wrong_entries_are_named(tmp_path: Path, change: dict[str, object], says
     with pytest.raises(UserError, match=re.escape(says)) as raised:
         read_profile(path)
     assert str(raised.value).startswith(str(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("flops_per_s", 0, "training.flops_per_s is 0: it must be above 0"),
+        ("flops_per_s", "16", "training.flops_per_s is '16': it must be a valid number"),
+        ("sequence_length", -1, "training.sequence_length is -1: it must be at least 1"),
+        ("ranks", [0], "training.ranks[0] is 0: it must be at least 1"),
+    ],
+)
+def test_numbers_of_a_table_are_not_guessed(tmp_path: Path, key: str, value: object, says: str) -> None:
+    path = write(tmp_path)
+    mapping = json.loads(path.read_text())
+    mapping["training"][key] = value
+    path.write_text(json.dumps(mapping))
+    with pytest.raises(UserError, match=re.escape(says)):
+        read_profile(path)
 
 
 def test_missing_files_and_broken_ones(tmp_path: Path) -> None:

@@ -167,3 +167,11 @@ def test_default_configs_of_transformers_are_read(name: str) -> None:
         pytest.skip(f"this transformers has no {name}")
     spec = planned_model(CONFIG_MAPPING[name]().to_dict()).spec
     assert spec.num_moe_layers > 0
+
+
+def test_one_key_is_set_at_a_time() -> None:
+    """Other options of the command take lists; a value of JSON may have commas of its own."""
+    with pytest.raises(UserError, match=r"--model-set 'a=1,b=2': it takes one key: write --model-set again"):
+        changed({}, ["a=1,b=2"])
+    assert changed({}, ["a=[1, 2]", "b=x, y"]) == {"a": [1, 2], "b": "x, y"}
+    assert changed({}, ["a=NaN"]) == {"a": "NaN"}, "which every reader of a number refuses"

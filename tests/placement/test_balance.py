@@ -1,6 +1,7 @@
 """Balance of experts over workers: never worse than contiguous, greedy within its factor, slots kept."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from antiphon.placement.place import (
     busiest_share,
     contiguous,
     expert_costs,
+    place,
     placement_of,
     worker_costs,
 )
@@ -102,6 +104,11 @@ def test_more_workers_than_experts_share_them() -> None:
         (lambda: balance([1.0, -1.0], 1), "at least 0"),
         (lambda: balance([], 1), "one number per expert"),
         (lambda: contiguous(3, 4), "4 workers for 3 experts"),
+        (lambda: balance([1.0] * 8, 10**9, 8), "room for 8,000,000,000 copies of 8 experts: give fewer, at most"),
+        (lambda: place(np.ones(8), 10**9, 8), "room for 8,000,000,000 copies of 8 experts: give fewer, at most"),
+        (lambda: balance([1.0, 2.0], 1.5, 2), "1.5 workers: give a whole number of at least 1"),  # type: ignore[arg-type]
+        (lambda: balance([1.0, 2.0], 2, math.nan), "nan slots of a worker: give a whole number"),  # type: ignore[arg-type]
+        (lambda: balance([1.0, 2.0], 2, 2, floor=math.inf), "loads and their floor must be numbers of at least 0"),
     ],
 )
 def test_mistakes_are_named(call: object, words: str) -> None:

@@ -185,7 +185,7 @@ def test_loads_that_are_no_loads_are_refused(loads: list[float]) -> None:
 
 def test_speeds_and_present_owners_must_fit() -> None:
     loads = np.ones(4)
-    for speeds in ([0.0, 1.0], [1.0, 1.0, 1.0], [np.nan, 1.0]):
+    for speeds in ([0.0, 1.0], [1.0, 1.0, 1.0], [np.nan, 1.0], [1e-320, 1.0]):
         with pytest.raises(UserError, match="of 2 workers: give each a finite number above 0"):
             place(loads, 2, 3, speeds=np.array(speeds))
     with pytest.raises(UserError, match=r"present \(3, 2\): give"):

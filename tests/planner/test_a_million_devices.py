@@ -1,5 +1,6 @@
 """Clusters of any size: equal nodes are a count, so a million devices take no longer than a thousand."""
 
+import json
 import time
 from collections import Counter
 from dataclasses import replace
@@ -15,7 +16,7 @@ from antiphon.planner.what_if import smallest_cluster
 from antiphon.reproduce import shipped_cluster, shipped_model, shipped_workload
 from antiphon.specs.cluster import ClusterSpec
 from antiphon.specs.model import PrecisionSpec
-from antiphon.specs.plan import PhaseName
+from antiphon.specs.plan import MAX_DEGREE, PhaseName, plan_from_json, plan_to_json
 from antiphon.specs.workload import SloSpec, WorkloadSpec
 
 PATIENCE_S = 60.0  # of processor time, on a machine that is shared; a loop over nodes takes minutes
@@ -62,6 +63,14 @@ def test_the_smallest_cluster_for_millions_of_requests(phases: tuple[PhaseName, 
 
 
 @pytest.mark.slow
+def test_a_plan_has_no_more_instances_than_its_reader_takes() -> None:
+    vast = cluster_of(10**9)
+    settings = settings_of(shipped_model("mixtral-8x7b"), vast, workload(None), phases=DECODE, precision=FP8)
+    made = make_plan(settings, model_name="mixtral-8x7b").plan
+    assert made.phases["decode"].num_instances <= MAX_DEGREE
+    assert plan_from_json(json.loads(json.dumps(plan_to_json(made)))) == made
+
+
 def test_rates_grow_with_the_cluster() -> None:
     model = shipped_model("deepseek-v3")
     rates = [

@@ -1,6 +1,8 @@
 """Rates, promises that cannot be kept, memory that is missing, mistakes: a right answer or the nearest one."""
 
+import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import get_args
 
@@ -12,7 +14,7 @@ from antiphon.planner.candidates import Pins
 from antiphon.planner.explain import NoPlan, account
 from antiphon.planner.predict import phase_plan
 from antiphon.planner.search import evaluate_phase
-from antiphon.planner.setting import SearchLimits
+from antiphon.planner.setting import SearchLimits, quantile
 from antiphon.planner.step_times import step_times
 from antiphon.specs.cluster import EfficiencySpec
 from antiphon.specs.plan import LAYOUTS, Collectives
@@ -140,6 +142,26 @@ def test_losers_say_what_beat_them() -> None:
 def test_mistakes_are_named(changes: dict[str, object], words: str) -> None:
     with pytest.raises(UserError, match=words):
         planned(**changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Pins(attention_tp=0), "pins: attention_tp is 0: it must be at least 1"),
+        (lambda: Pins(batch=2.5), "pins: batch is 2.5: it must be a valid integer"),  # type: ignore[arg-type]
+        (lambda: SearchLimits(max_micro_batches=math.nan), "limits: max_micro_batches is nan"),  # type: ignore[arg-type]
+        (lambda: SearchLimits(num_instances=-1), "limits: num_instances is -1: it must be at least 1"),
+        (lambda: SearchLimits(extra_slots=()), "limits: extra_slots has no items: it must have at least 1 item"),
+        (lambda: SearchLimits(collectives="both"), "limits: collectives is 'both'"),  # type: ignore[arg-type]
+        (lambda: replace(setting(), phase="train"), "setting: phase is 'train': it must be 'prefill', 'decode' or"),
+        (lambda: quantile(LengthSpec(median=5), 1.0), "percentile is 1.0: it must lie between 0 and 1"),
+        (lambda: quantile(LengthSpec(median=5, trace=(5,)), 0.0), "percentile is 0.0: it must lie between 0 and 1"),
+    ],
+)
+def test_a_search_is_described_by_numbers_that_can_be(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        make()
+    assert Pins(attention_tp=np.int64(2)).attention_tp == 2
 
 
 def test_progress_ends_at_the_total() -> None:

@@ -1,5 +1,6 @@
 """The serving simulation: nothing is lost, same seed same run, closed forms where there are some, failures."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -372,9 +373,14 @@ def test_wrong_questions() -> None:
         pools_of(both, starved, demand)
     assert pools_of(both, replace(setting(of), precision=PrecisionSpec(weights="fp8")), demand)
     for options, message in (
-        ({"restart_s": -1.0}, "a restart takes -1.0 s"),
-        ({"rebalance_every_s": 0.0}, "rebalance every 0.0 s"),
-        ({"shared_prefix_tokens": -1}, "a shared prefix of -1 tokens"),
+        ({"restart_s": -1.0}, "restart_s is -1.0: it must be at least 0"),
+        ({"rebalance_every_s": 0.0}, "rebalance_every_s is 0.0: it must be at least 0.001"),
+        ({"shared_prefix_tokens": -1}, "shared_prefix_tokens is -1: it must be at least 0"),
+        ({"shift_every_s": math.nan}, "shift_every_s is nan: it must be a finite number"),
+        ({"hand_over": "soon"}, "hand_over is 'soon': it must be 'layers' or 'end'"),
     ):
         with pytest.raises(UserError, match=message):
             ServingOptions(**options)  # type: ignore[arg-type]
+    late = replace(demand, arrivals_s=np.array([0.0, 1.0, 1e9]))
+    with pytest.raises(UserError, match=r"something every 1 s while requests come for 1e\+09 s: at most 10,000,000"):
+        simulate_serving(pools_of(both, setting(of), late), late, ServingOptions(shift_every_s=1.0))

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,6 +71,13 @@ def test_a_higher_rate_brings_the_same_requests_sooner() -> None:
     assert np.allclose(slow.arrivals_s, 4 * fast.arrivals_s)
     assert np.array_equal(slow.input_tokens, fast.input_tokens)
     assert not np.array_equal(slow.input_tokens, draw_demand(workload(), num_requests=50, seed=4).input_tokens)
+
+
+@pytest.mark.parametrize("asked", [{"rate": math.nan}, {"rate": 1e-320}, {"burstiness": 0.0}, {"burstiness": math.inf}])
+def test_chance_without_a_mean_is_refused(asked: dict[str, float]) -> None:
+    (name,) = asked
+    with pytest.raises(UserError, match=f"{name} is .*: it must be above .*, at most 1e.30"):
+        draw_demand(workload(), num_requests=5, **asked)  # type: ignore[arg-type]
 
 
 def test_the_longest_request_is_cut() -> None:

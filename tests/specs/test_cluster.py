@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from antiphon.specs.cluster import (
     NodeGroup,
     cluster_from_json,
     cluster_to_json,
+    equal_nodes,
     load_cluster,
     load_device,
 )
@@ -124,6 +126,7 @@ H20 = '[[groups]]\ndevice = "H20"\nnum_nodes = 1\n'
         ("[[groups]]\ndevice = 8\nnum_nodes = 1", "device is 8: it must be a name, a path or an object"),
         (H20 + "nodes = 1", r"groups\[0\]: unknown key nodes: did you mean num_nodes\?"),
         (H20 + "price = -1", "price is -1: it must be above 0"),
+        (H20 + "power_w = 1e-320", "power_w is 1e-320: it must be above 1e-30"),
         (H20 + "node_scale_out_bytes_per_s = 0", "node_scale_out_bytes_per_s is 0: it must be above 0"),
         (H20 + H20, r"groups \['H20', 'H20'\] repeat a device"),
         (H20 + "[efficiency]\ngemm = 1.5", r"mine\.toml: efficiency.gemm is 1.5: it must be at most 1"),
@@ -137,6 +140,33 @@ H20 = '[[groups]]\ndevice = "H20"\nnum_nodes = 1\n'
 def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_cluster(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"name": "a", "name": "b", "groups": []}', "mine.json: not valid JSON: 'name' stands there twice"),
+        ('{"groups": [], "source": NaN}', "mine.json: not valid JSON: it holds NaN, which is not JSON"),
+        ('{"groups": [], "oversubscription": 1e400}', "mine.json: not valid JSON: the number 1e400 is too large"),
+        ("[" * 100_000, "mine.json: not valid JSON: nested too deeply"),
+    ],
+)
+def test_json_that_says_two_things_or_none_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_cluster(path)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    device = load_device("H20")
+    group = equal_nodes(device, np.int64(3), np.int32(7), 7, nics_bytes_per_s=np.float32(2e9))  # type: ignore[arg-type]
+    assert (group.num_nodes, group.devices_per_node, group.node_scale_out_bytes_per_s) == (3, 7, 2e9)
+    assert json.dumps(cluster_to_json(ClusterSpec(name="x", groups=(group,))))
+    with pytest.raises(UserError, match=r"num_nodes is np.int64\(0\): it must be at least 1"):
+        equal_nodes(device, np.int64(0), 7, 7)  # type: ignore[arg-type]
+    mapping = {"name": "x", "groups": [{"device": "H20", "num_nodes": np.int64(1), "devices_per_node": np.int64(4)}]}
+    assert cluster_from_json(mapping, "x").groups[0].scale_up_domain == 4
 
 
 def test_the_clusters_of_the_papers() -> None:

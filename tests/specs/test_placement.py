@@ -95,6 +95,7 @@ def test_a_file_holds_it(tmp_path: Path) -> None:
         '{"num_workers": 1, "owners": {"a": [[0]]}}',
         '{"num_workers": 1, "owners": {"0": [["0"]]}}',
         '{"num_workers": 1, "owners": {}, "more": 1}',
+        '{"num_workers": 2, "owners": {"0": [[0]], "0": [[1]]}}',
     ],
 )
 def test_what_is_no_placement_is_refused(text: str) -> None:

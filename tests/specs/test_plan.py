@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,14 @@ def written(**phase_changes: Any) -> dict[str, Any]:
         if value is None:
             del decode[key]
     return mapping
+
+
+def test_what_a_search_makes_of_extreme_prices_is_read_back() -> None:
+    predicted = replace(DECODE.predicted, per_cost=1e34)
+    made = replace(PLAN, phases={"decode": replace(DECODE, predicted=predicted)})
+    assert plan_from_json(json.loads(json.dumps(plan_to_json(made)))) == made
+    with pytest.raises(UserError, match=r"decode: predicted.tpot_s is -1: it must be at least 0"):
+        plan_from_json(written(predicted={"tpot_s": -1}))
 
 
 def test_the_shape_of_the_contract() -> None:

@@ -88,6 +88,11 @@ def test_all_fields(tmp_path: Path) -> None:
             r"trace\[0\] is 1.5: it must be a valid integer",
         ),
         ("[input_tokens]\ntrace = [5, 0]\n[output_tokens]\nmedian = 1", r"trace\[1\] is 0"),
+        (
+            "[input_tokens]\nmean = 1\nsigma = 1e308\n[output_tokens]\nmedian = 1",
+            r"sigma is 1e\+308: it must be at most 4",
+        ),
+        ("requests_per_s = 1e-320\n" + LENGTHS, "requests_per_s is 1e-320: it must be above 1e-30"),
         ("requests_per_s = 0\n" + LENGTHS, "requests_per_s is 0: it must be above 0"),
         (
             "draft_tokens = 9e15\naccept_rate = 0.5\n" + LENGTHS,
@@ -168,12 +173,18 @@ def test_a_workload_may_name_a_trace_beside_it(tmp_path: Path) -> None:
         ("nonsense", r"requests\.jsonl: line 1: 'nonsense' is not JSON"),
         ("[1]", "line 1: '.1.' is not an object"),
         ('{"input_tokens": 5, "output_tokens": 1}\n{"input_tokens": 5}', "line 2: output_tokens is missing"),
-        ('{"input_tokens": 0, "output_tokens": 1}', "line 1: input_tokens is 0: a whole number of at least 1"),
+        (
+            '{"input_tokens": 0, "output_tokens": 1}',
+            "line 1: input_tokens is 0: a whole number from 1 to 9,007,199,254,740,992",
+        ),
         ('{"input_tokens": 1.5, "output_tokens": 1}', "line 1: input_tokens is 1.5: a whole number"),
         (
             '{"input_tokens": %s, "output_tokens": 1}' % ("9" * 400),
             r"line 1: input_tokens is 9+… 320 more characters …9+: a whole number",
         ),
+        ('{"input_tokens": 1e300, "output_tokens": 1}', r"line 1: input_tokens is 1e\+300: a whole number from 1 to"),
+        ('{"input_tokens": 1, "output_tokens": 1, "arrival_s": 1e300}', r"line 1: arrival_s is 1e\+300: a number"),
+        ('{"input_tokens": 1, "input_tokens": 2, "output_tokens": 1}', "line 1: .*'input_tokens' stands there twice"),
         ('{"input_tokens": "x", "output_tokens": 1}', "line 1: input_tokens is 'x': a whole number"),
         ('{"input_tokens": true, "output_tokens": 1}', "line 1: input_tokens is true: a whole number"),
         ('{"input_tokens": null, "output_tokens": 1}', "line 1: input_tokens is null: a whole number"),
@@ -192,7 +203,9 @@ def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, text: str, message: str)
 def test_bad_lines_of_a_csv(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"requests\.csv: line 1: no column output_tokens: name the columns"):
         trace(tmp_path, "input_tokens,outputs\n1,1\n", "requests.csv")
-    with pytest.raises(UserError, match="line 3: input_tokens is '-2': a whole number of at least 1"):
+    with pytest.raises(UserError, match=r"requests\.csv: line 1: two columns input_tokens: leave one of them out"):
+        trace(tmp_path, "input_tokens,output_tokens,input_tokens\n1,1,2\n", "requests.csv")
+    with pytest.raises(UserError, match="line 3: input_tokens is '-2': a whole number from 1"):
         trace(tmp_path, "input_tokens,output_tokens\n1,1\n-2,1\n", "requests.csv")
     with pytest.raises(UserError, match="line 2: output_tokens is null: a whole number"):
         trace(tmp_path, "input_tokens,output_tokens\n1\n", "requests.csv")

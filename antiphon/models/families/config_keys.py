@@ -6,8 +6,9 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 from antiphon.base.errors import CheckpointError, UserError
 from antiphon.base.logging import get_logger
-from antiphon.models.checkpoint_folder import brief, parse_json
+from antiphon.models.checkpoint_folder import brief
 from antiphon.models.families.config_values import MAX_POSITIONS, ROPE_RULES
+from antiphon.specs.checked import parse_json
 from antiphon.specs.model import RopeSpec
 
 _log = get_logger("models")
