@@ -92,6 +92,10 @@ class Interrupted(RuntimeError):
 
 
 _LIMITS = {  # by an error of the system: the limit that it may be of, and what is wrong, with the limit's value
+    errno.EAGAIN: (
+        resource.RLIMIT_NPROC,
+        "threads or processes are limited{}, or memory: raise it (ulimit -u, pids.max of a control group, ulimit -v)",
+    ),
     errno.EFBIG: (resource.RLIMIT_FSIZE, "the size of a file is limited{}, raise it (ulimit -f unlimited)"),
     errno.EMFILE: (resource.RLIMIT_NOFILE, "the open files of a process are limited{}, raise them (ulimit -n)"),
     errno.ENFILE: (None, "all open files of the system are in use, raise fs.file-max"),
@@ -100,21 +104,18 @@ _LIMITS = {  # by an error of the system: the limit that it may be of, and what 
 }
 
 
-# What the linker, Python and torch say for want of memory, in place of the system's words.
-_NO_MEMORY = (
-    "failed to map segment",
-    "can't start new thread",
-    "can't allocate memory",
-    "MemoryError",
-    "std::bad_alloc",
-)
+# What the linker, Python and torch say in place of the system's words.
+_ALSO = {
+    errno.EAGAIN: ("can't start new thread",),
+    errno.ENOMEM: ("failed to map segment", "can't allocate memory", "MemoryError", "std::bad_alloc"),
+}
 
 
 def with_fix(message: str) -> str:
     """`message` with the limit and the fix behind the system's words for an error. They are found by these words: of
     errors in other processes there are only words."""
     for code, (limit, fix) in _LIMITS.items():
-        words = (os.strerror(code), *(_NO_MEMORY if code == errno.ENOMEM else ()))
+        words = (os.strerror(code), *_ALSO.get(code, ()))
         if any(each in message for each in words) and fix.partition("{")[0] not in message:
             value = resource.RLIM_INFINITY if limit is None else resource.getrlimit(limit)[0]
             return f"{message}: {fix.format('' if value == resource.RLIM_INFINITY else f' to {value:,} here')}"

@@ -250,11 +250,18 @@ def ignore_ending_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
 
 
-def end_with_terminal() -> None:
-    """From now on a closed terminal (SIGHUP) ends this process as SIGTERM does, whatever handles that by then. A
-    process that `nohup` started outlives its terminal."""
+def end_when_asked() -> None:
+    """From now on SIGTERM, SIGINT and a closed terminal (SIGHUP) end this process, whatever started it. SIGHUP does
+    what SIGTERM does, whatever handles that by then.
+
+    Supervisors leave signals blocked, or SIGTERM ignored, in what they start; and the kernel drops a SIGTERM that the
+    first process of a container does not handle. What is ignored on purpose stays so: SIGHUP by `nohup`, SIGINT by a
+    shell in what it runs in the background."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN or os.getpid() == 1:
+        signal.signal(signal.SIGTERM, _exit)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         signal.signal(signal.SIGHUP, lambda _number, _frame: signal.raise_signal(signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
 
 
 @contextmanager

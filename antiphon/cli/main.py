@@ -15,7 +15,7 @@ import typer
 
 from antiphon import __version__
 from antiphon.base.errors import UserError
-from antiphon.base.system import end_with_terminal
+from antiphon.base.system import end_when_asked
 from antiphon.cli.commands import CommandPlace, lazy_group, new_app
 from antiphon.cli.output import DEBUG, run_command
 
@@ -77,7 +77,7 @@ def root(
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    end_with_terminal()
+    end_when_asked()
     arguments = [argument for argument in sys.argv[1:] if argument != DEBUG]
 
     def run() -> object:

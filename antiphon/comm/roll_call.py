@@ -29,6 +29,7 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.logging import get_logger
 
 SOON_S = 10.0  # a rank that has waited so long for the start of others says so
+_REFUSED = "refused"
 _ENDS_S = 2.0  # from a process's last connection to its end
 _BOOT, _NUMBERS = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 _log = get_logger("train")
@@ -98,14 +99,19 @@ class RollCall:
         return other
 
     def await_all(self, shared_store: str = "") -> None:
-        """Say that this rank is there, and wait until all are; `ResourceError` names those that do not come in time.
-        `shared_store`: the address of a store that may be another run's, which is a `UserError`."""
+        """Say that this rank is there, and wait until all are; `ResourceError` names those that do not come in time,
+        `UserError` one that refused, with its reason (`refuse`). `shared_store`: the address of a store that may be
+        another run's, which is a `UserError` too."""
         own = RankProcess.own()
         if shared_store:
             self._refuse_other_run(own, shared_store)
         self._store.set(f"here/{self._rank}", str(own))
         began_s, missing, is_said = time.monotonic(), list(range(self._ranks)), False
         while missing := [each for each in missing if not self._store.check([f"here/{each}"])]:
+            if self._store.check([_REFUSED]):
+                why = self._store.get(_REFUSED).decode()
+                self._store.set(f"heard/{self._rank}", "")
+                raise UserError(why)
             names, waited_s = ", ".join(map(str, missing)), time.monotonic() - began_s
             if waited_s > self._timeout_s:
                 raise ResourceError(
@@ -119,6 +125,15 @@ class RollCall:
             time.sleep(0.05)  # the store has no wait that names who is missing
         texts = self._store.multi_get([f"here/{each}" for each in range(self._ranks)])
         self._processes |= {rank: RankProcess.read(text.decode()) for rank, text in enumerate(texts)}
+
+    def refuse(self, why: str) -> None:
+        """In the place of `await_all`: this rank does not begin, and the others are told. Rank 0, whose store it is,
+        waits a moment for them."""
+        self._store.compare_set(_REFUSED, "", f"rank {self._rank} does not begin: {why}")
+        self._store.set(f"heard/{self._rank}", "")
+        end_s, all_heard = time.monotonic() + SOON_S, [f"heard/{each}" for each in range(self._ranks)]
+        while self._rank == 0 and time.monotonic() < end_s and not self._store.check(all_heard):
+            time.sleep(0.05)
 
     def _refuse_other_run(self, own: RankProcess, address: str) -> None:
         ranks = self._store.compare_set("ranks", "", str(self._ranks)).decode()

@@ -13,11 +13,13 @@
 6. Names under a wrapper's prefix (`model.language_model.`) are read as those of the model in it.
 """
 
+import json
 import mmap
 import os
 import re
 import warnings
 from collections.abc import Iterable
+from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -37,10 +39,11 @@ from antiphon.models.packed import (
     multiplied_out,
     packed_matrices,
 )
-from antiphon.models.quantization import packing_of
+from antiphon.models.quantization import PackedLayout, packing_of
 from antiphon.models.rounding import AS_STORED, WeightRounding
 from antiphon.models.shard_index import TensorEntry, file_of_each_tensor, read_header, truncated, unused_files
 from antiphon.models.tensor_names import BLOCKS_SUFFIX, NAMES, TensorNames
+from antiphon.specs.model import ModelSpec
 
 DTYPES = {
     "F64": torch.float64,
@@ -54,13 +57,17 @@ _PARTS = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F8_E8M0": t
 
 
 class SafetensorsFile:
-    """Header and lazily made memory map of one file. Views keep the map alive; they must not be written to."""
+    """Header and lazily made memory map of one file. Views keep the map alive; they must not be written to.
+
+    A file that takes another's place is not seen by a map that is there already. One that is written anew in its place
+    is: `CheckpointError` then."""
 
     def __init__(self, path: Path, entries: dict[str, TensorEntry]) -> None:
         """`entries`: the file's header (`read_header`)."""
         self.path = path
         self.entries = entries
         self._map: mmap.mmap | None = None
+        self._written = _writing_of(path)
 
     def view(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         """The tensor, or rows [start, stop) of its first axis, without copying."""
@@ -122,7 +129,24 @@ class SafetensorsFile:
                 if file_bytes < needed:  # it may have changed since its header was read
                     raise truncated(self.path, file_bytes, needed)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                is_changed = _writing_of(file.fileno()) != self._written
+        else:
+            now = _writing_of(self.path)
+            is_changed = now[:1] == self._written[:1] and now != self._written
+        if is_changed:
+            raise CheckpointError(
+                f"{self.path.name}: was changed after it was opened: put back what it held, or start again"
+            )
         return self._map
+
+
+def _writing_of(file: Path | int) -> tuple[object, ...]:
+    """Which file it is, and since when it holds what it holds; nothing where there is none."""
+    try:
+        status = os.stat(file)  # noqa: PTH116  # a descriptor too
+    except OSError:
+        return ()
+    return (status.st_dev, status.st_ino), status.st_size, status.st_mtime_ns
 
 
 _EMBEDDING, _HEAD, _PREFIX = "embed_tokens.weight", "lm_head.", "model."
@@ -157,6 +181,7 @@ class Checkpoint:
     not stored under their name. `rounding`: what readers round weights to that are stored in floats."""
 
     rounding: WeightRounding = AS_STORED
+    _packing: PackedLayout | None = None
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -202,9 +227,12 @@ class Checkpoint:
         for name in self._file_of:
             self._shard(name)
 
-    def fingerprint(self) -> str:
-        """A digest of names, sizes and a few bytes of some tensors of each kind: equal for the same weights, into
-        whatever files they are cut. Reads little: two checkpoints that differ in few numbers may have the same."""
+    def fingerprint(self, spec: ModelSpec) -> dict[str, str]:
+        """A digest of each thing that decides what is computed: `weights`, their `packing`, and the fields of `spec`,
+        which was read beside them. The tokens that end a text are left out, because only the server asks for them.
+
+        That of the weights is of names, sizes and a few bytes of some tensors of each kind: equal for the same weights,
+        into whatever files they are cut. Reads little: two that differ in few numbers may have the same."""
         digest = blake2b(digest_size=8)
         by_kind: dict[str, list[str]] = {}
         for name in self.names:
@@ -214,7 +242,11 @@ class Checkpoint:
         for alike in by_kind.values():
             for name in alike[:: -(-len(alike) // _SAMPLES_OF_A_KIND)]:
                 digest.update(self._shard(name).some_bytes(name))
-        return digest.hexdigest()
+        parts = {**asdict(spec), "packing": None if self._packing is None else asdict(self._packing)}
+        del parts["eos_token_ids"]
+        texts = {what: json.dumps(part, sort_keys=True).encode() for what, part in parts.items()}
+        found = {what: blake2b(text, digest_size=8).hexdigest() for what, text in texts.items()}
+        return {"weights": digest.hexdigest()} | found
 
     def is_packed(self, name: str) -> bool:
         """Whether the stored tensor is one of those that make a matrix in 4 or 8 bits; float8 is none."""
@@ -348,8 +380,8 @@ class Checkpoint:
         """What `config.json` says is packed; it is read only where a name looks like it."""
         if not any(name.endswith(PACKED_SUFFIXES) for name in self._file_of):
             return {}
-        packing = packing_of(read_json(self.folder / "config.json"))
-        return {} if packing is None else packed_matrices(self.names, packing, self)
+        self._packing = packing_of(read_json(self.folder / "config.json"))
+        return {} if self._packing is None else packed_matrices(self.names, self._packing, self)
 
     def _renamed(self, stored: dict[str, _Held]) -> dict[str, _Held]:
         """By the names that a family gives its tensors."""

@@ -201,7 +201,7 @@ def configure(
         num_ranks=len(run.ranks_of(name.leader)),
         num_stages=1 if name.role == "experts" else config.num_stages,
         model=str(config.model),
-        fingerprint="" if name in local else run.fingerprint,
+        fingerprint=run.fingerprint,
         device=own.device,
         # Which of this machine's processes on this kind of device it is, over all roles; workers of other machines are
         # counted when they join.

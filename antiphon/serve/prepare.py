@@ -56,7 +56,7 @@ class PreparedEngine:
     `placement`: where experts are at first; `slots`: experts that a worker may hold in a layer; `load_rows`: rows that
     an expert worker computes in the time of one load; `scheduler`: limits of each attention worker. `secret` is
     shared by the workers of this run; those that join derive it themselves, so it never travels. `fingerprint`: of the
-    checkpoint, where workers join. `prefill`: the pool for prompts, where it is apart; this is then the one that
+    checkpoint. `prefill`: the pool for prompts, where it is apart; this is then the one that
     decodes."""
 
     config: ServeConfig
@@ -67,7 +67,7 @@ class PreparedEngine:
     load_rows: int
     scheduler: SchedulerConfig
     secret: bytes = field(repr=False)
-    fingerprint: str = ""
+    fingerprint: dict[str, str] = field(default_factory=dict)
     prefill: "PreparedEngine | None" = None
 
     @property
@@ -186,7 +186,7 @@ def prepare(config: ServeConfig) -> PreparedEngine:
             config.model,
         )
     secret = exchange_secret(config.join_secret) if config.join_address else secrets.token_bytes(32)
-    fingerprint = checkpoint.fingerprint() if config.join_address else ""
+    fingerprint = checkpoint.fingerprint(spec)
     pools = [
         replace(_prepare_pool(pool, spec, context_length, secret), fingerprint=fingerprint) for pool in config.pools
     ]

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import ResourceError
 from antiphon.base.logging import get_logger
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.placement_control import PlacementControl
@@ -123,7 +123,7 @@ class Recovery:
         self._placing = placing
         self._is_quiet = is_quiet
         self._has_exchange = len(members.processes) > 1
-        self._was_complete = False
+        self._has_served = False  # an attention worker could step; experts alone, or nobody, begin epochs too
         self._epoch = 0
         self._tickets: dict[WorkerName, WorkerReady] = {}  # how each process can be reached
         self._joined: set[WorkerName] = set()
@@ -173,10 +173,11 @@ class Recovery:
         if epoch == self._epoch and worker.ready:
             self._joined.add(worker.name)
         self.advance()
+        self._has_served = self._has_served or bool(self.live_attention)
 
     def on_step_failed(self, worker: WorkerProcess, failed: StepFailed) -> None:
-        """A worker has left a step, or could not join the epoch. `UserError` if it never could, and waits for no peer:
-        no client is served yet, and the person who started the server should hear of it."""
+        """A worker has left a step, or could not join the epoch. `ResourceError` if none ever could and it waits for no
+        peer: no client is served yet, and the person who started the server should hear of it."""
         if failed.reason != "aborted":
             self._unresponsive.update(peer.partition(" ")[0] for peer in failed.peers)  # "replica[0][1] nodes"
             if self.phase == "stepping":
@@ -186,8 +187,8 @@ class Recovery:
                 self._num_asked[worker.name] += 1
                 if self._num_asked[worker.name] <= _MAX_ASKS:
                     self._call_in([worker.name])
-                elif not (self._was_complete or failed.peers):
-                    raise UserError(f"{worker.name} cannot join the others: {failed.message}")
+                elif not (self._has_served or failed.peers):
+                    raise ResourceError(f"{worker.name} cannot join the others: {failed.message}")
         self.advance()
 
     def on_death(self, name: WorkerName) -> None:
@@ -247,7 +248,6 @@ class Recovery:
             self._call_in([worker.name for worker in self._members.loaded(self._absent)])
         if self.phase == "joining" and self._everyone_joined() and self._experts_loaded():
             self._unresponsive.clear()
-            self._was_complete = True
             self._enter("stepping")
             self._statistics.note_event("going on", "the workers that are there step together")
 
@@ -274,4 +274,4 @@ class Recovery:
         if self._members.others_missing():
             return False
         missing = self._members.missing_experts()
-        return not missing or (self._was_complete and self._placing is not None and self._placing.spares(missing))
+        return not missing or (self._has_served and self._placing is not None and self._placing.spares(missing))

@@ -291,7 +291,7 @@ class Workforce:
                 rank.kill(f"{dead}, a rank of the same worker, is gone")
 
     def replace(self, event: Event) -> None:
-        """Start a worker that died again, now or later; `UserError` if it never came up and died too often."""
+        """Start a worker that died again, now or later; `ResourceError` if it never came up and died too often."""
         self._note_death(event.worker.name, event.reason, from_outside=event.worker.was_killed_from_outside)
         self._start_due()
 
@@ -299,7 +299,7 @@ class Workforce:
         restarts = self._restarts[name]
         restarts.note_death(self._fleet.clock.now_s, reason, from_outside=from_outside)
         if restarts.hopeless:
-            raise UserError(f"{name} died {restarts.num_deaths} times in a row, the last time {reason}")
+            raise ResourceError(f"{name} died {restarts.num_deaths} times in a row, the last time {reason}")
         if restarts.num_deaths > 1 and self._saying[name].count() is not None:
             _log.warning("%s: %s", name, restarts.describe(self._fleet.clock.now_s))
 

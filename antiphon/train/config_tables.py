@@ -40,8 +40,8 @@ class ModelConfig:
 @checked("")
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """One source. `files`: patterns of text, `.jsonl`, `.parquet` and `.arrow` files, or folders that `datasets` wrote,
-    less those that `exclude` matches; text and JSON lines may end in `.gz` or `.zst`.
+    """One source. `files`: patterns of text, `.jsonl`, `.json`, `.parquet` and `.arrow` files, or folders that
+    `datasets` wrote, less those that `exclude` matches; text and JSON may end in `.gz` or `.zst`.
 
     `kind` "text": a text file is one document, a record's is under `text_key`. "chat": a record has `messages`, maybe
     `tools`, and goes through the model's chat template. "answers": it has `prompt` and `answer`. Of the last two, only

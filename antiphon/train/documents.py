@@ -1,18 +1,24 @@
-"""Documents of text, JSON lines, Parquet and Arrow files, in a fixed order, a block at a time.
+"""Documents of text, JSON, Parquet and Arrow files, in a fixed order, a block at a time.
 
-A folder stands for the tables in it, as `datasets` writes and the Hub stores them. Text and JSON lines may be
-compressed. What is read of a file at once is bounded: a line, a batch of rows, or a block of a large text.
+A folder stands for the tables in it, as `datasets` writes and the Hub stores them. Text and JSON may be compressed.
+What is read of a file at once is bounded: a line or a record, a batch of rows, or a block of a large text.
+
+A `.json` file is one array of records, one record, or a record a line: its first character and first line say which.
+Rejected: to read it as text where it is none of them. A wrong `data.text_key` would then train on braces.
 """
 
+import codecs
 import glob
 import gzip
 import io
 import json
 import os
+import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -21,10 +27,11 @@ from antiphon.base.logging import get_logger
 from antiphon.base.units import format_bytes
 from antiphon.train.config_tables import DataConfig, Kind, SourceConfig
 
-MOST_TEXT_BYTES = 16 << 20  # of one document of a text file
-_LINES = (".jsonl", ".ndjson")
+MOST_TEXT_BYTES = 16 << 20  # of one document of a text file, and of one record of a `.json` file
+_LINES, _JSON = (".jsonl", ".ndjson"), ".json"
 _TABLES = (".parquet", ".arrow")
 _COMPRESSED = (".gz", ".zst")
+_READ_BYTES, _SPACE = 1 << 20, re.compile(r"[\s\ufeff]*")  # of an array
 _KEYS: dict[Kind, tuple[tuple[str, ...], tuple[str, ...]]] = {  # needed, read where they are there
     "chat": (("messages",), ("tools",)),
     "answers": (("prompt", "answer"), ()),
@@ -36,6 +43,7 @@ def find_files(config: DataConfig | SourceConfig, made_by: str = "") -> list[Pat
     """The files that the patterns name, sorted, each once; `UserError` if a pattern names none. `made_by`: the command
     that makes what is missing."""
     found: set[str] = set()
+    excluded: set[str] = set()
     for pattern in config.files:
         matches = [name for each in _names(pattern) for name in _files_of(Path(each))]
         if not matches and _is_folder(pattern):
@@ -47,13 +55,22 @@ def find_files(config: DataConfig | SourceConfig, made_by: str = "") -> list[Pat
             fix = f"make it first: {made_by}" if made_by else "check the path"
             raise UserError(f"data.files: {pattern} names no file: {fix}")
         found.update(matches)
-    excluded = {name for pattern in config.exclude for name in _names(pattern)}
-    folders = {Path(pattern) for pattern in config.exclude if _is_folder(pattern)}
+    for pattern in config.exclude:
+        names = set(_names(pattern))
+        folders = {Path(name) for name in names if _is_folder(name)}
+        left_out = {name for name in found if name in names or not folders.isdisjoint(Path(name).parents)}
+        if not left_out:
+            _say_unused(pattern, len(found))
+        excluded |= left_out
     left = [Path(name) for name in sorted(found - excluded)]
-    left = [path for path in left if folders.isdisjoint(path.parents)] if folders else left
     if not left:
         raise UserError(f"data.exclude leaves none of {len(found)} files: remove a pattern")
     return left
+
+
+@cache  # a run looks for its files several times
+def _say_unused(pattern: str, num_files: int) -> None:
+    _log.warning("data.exclude: %s matches none of the %d files of data.files: check it", pattern, num_files)
 
 
 def _is_folder(pattern: str) -> bool:
@@ -95,11 +112,15 @@ class Document:
 
 def read_documents(file: Path, text_key: str, begin: int = 0, kind: Kind = "text") -> Iterator[Document]:
     """The documents of one file from place `begin` on; empty ones are passed over. `UserError` if it cannot be read."""
-    is_lines = _ending(file.with_suffix("") if _ending(file) in _COMPRESSED else file) in _LINES
-    if kind != "text" and not is_lines and _ending(file) not in _TABLES:
-        raise UserError(f"{file}: data.kind is {kind!r}, which is read from .jsonl, .parquet and .arrow: convert it")
-    if is_lines:
-        documents = _json_lines(file, text_key, begin, kind)
+    ending = _ending(file.with_suffix("") if _ending(file) in _COMPRESSED else file)
+    is_json = ending == _JSON or ending in _LINES
+    if kind != "text" and not is_json and _ending(file) not in _TABLES:
+        raise UserError(
+            f"{file}: data.kind is {kind!r}, which is read from .jsonl, .json, .parquet and .arrow: convert it"
+        )
+    if is_json:
+        read = _json_lines if ending in _LINES else _json_reader(file)
+        documents = read(file, text_key, begin, kind)
     elif _ending(file) in _TABLES:
         documents = _table(file, text_key, begin, kind)
     else:
@@ -188,15 +209,122 @@ def _json_lines(file: Path, text_key: str, begin: int, kind: Kind) -> Iterator[D
             try:
                 record = json.loads(text)
             except (ValueError, RecursionError) as error:
-                number = _line_number(file, first_byte)
-                raise UserError(f"{file}: line {number:,} is not JSON ({error}): correct or exclude it") from error
-            if "\\ud" in text.lower() and _has_half_letters(record):
-                number = _line_number(file, first_byte)
-                raise UserError(f"{file}: line {number:,} has half of a surrogate pair: correct or exclude it")
-            found = _of_record(record, text_key, kind)
-            if found is None:
-                raise UserError(_no_text(record, text_key, kind, f"{file}: line {_line_number(file, first_byte):,}"))
+                fix = "rename it to .json" if text.strip() == "[" else "correct or exclude it"
+                raise UserError(f"{file}: {_line(file, first_byte)} is not JSON ({error}): {fix}") from error
+            where = partial(_line, file, first_byte)
+            yield _document(_of_json(file, record, text, text_key, kind, where), place, min(1.0, raw.tell() / size))
+
+
+def _of_json(
+    file: Path, record: Any, text: str, text_key: str, kind: Kind, where: Callable[[], str]
+) -> "str | dict[str, Any]":
+    """What a record has, which was read from `text`. `where`: its place in the file, for an error."""
+    if "\\ud" in text.lower() and _has_half_letters(record):
+        raise UserError(f"{file}: {where()} has half of a surrogate pair: correct or exclude it")
+    if (found := _of_record(record, text_key, kind)) is None:
+        message = _no_text(record, text_key, kind, f"{file}: {where()}")
+        if _JSON not in file.suffixes and isinstance(record, list):
+            message += ", or rename the file to .json where it holds one array"
+        elif _JSON in file.suffixes and kind == "text":
+            lists = (
+                [key for key, value in record.items() if isinstance(value, list)] if isinstance(record, dict) else []
+            )
+            message += ", or rename the file to .txt to read it as it is"
+            message += f"; of records under {lists[0]!r} write the list alone" if lists else ""
+        raise UserError(message)
+    return found
+
+
+def _json_reader(file: Path) -> Callable[[Path, str, int, Kind], Iterator[Document]]:
+    """What reads a `.json` file, by how it begins."""
+    with _opened(file, 0) as (stream, _):
+        first = b"\n"
+        while first and not first.removeprefix(codecs.BOM_UTF8).strip():
+            first = stream.readline(MOST_TEXT_BYTES)
+    first = first.removeprefix(codecs.BOM_UTF8).lstrip()
+    if first.startswith(b"["):
+        return _json_array
+    try:
+        json.loads(first)
+    except (ValueError, RecursionError):
+        return _json_object if first else _json_lines
+    return _json_lines
+
+
+def _json_object(file: Path, text_key: str, begin: int, kind: Kind) -> Iterator[Document]:
+    """One record over several lines. Its place is the end of the file."""
+    with _opened(file, 0) as (stream, _):
+        data = stream.read(MOST_TEXT_BYTES + 1)
+    if len(data) > MOST_TEXT_BYTES:
+        most = format_bytes(MOST_TEXT_BYTES)
+        raise UserError(f"{file}: one object of more than {most}: write records as an array, or one a line (.jsonl)")
+    text = _decode(file, data, 0)
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not JSON ({error}): correct it, or rename it to .txt to read it as it is") from error
+    found = _of_json(file, record, text, text_key, kind, lambda: "its one object")
+    if not begin:
+        yield _document(found, len(data), 1.0)
+
+
+def _json_array(file: Path, text_key: str, begin: int, kind: Kind) -> Iterator[Document]:
+    """Places are bytes of the text, behind a record."""
+    size, decoder, letters = max(1, file.stat().st_size), json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")()
+    text, at, place = "", 0, begin  # what is left to read begins at `at` in `text`, and at `place` in the file
+
+    def read_on() -> bool:
+        """False at the end of the file."""
+        nonlocal text, at
+        data = stream.read(max(_READ_BYTES, len(text) - at))
+        try:
+            text, at = text[at:] + letters.decode(data, final=not data), 0
+        except UnicodeDecodeError as error:
+            place_of_error = f"{error.reason} at byte {place + len(text[at:].encode()) + error.start:,}"
+            raise UserError(f"{file}: not UTF-8 text ({place_of_error}): convert or exclude it") from error
+        return bool(data)
+
+    def pass_over(end: int) -> None:
+        nonlocal at, place
+        place += len(text[at:end].encode())
+        at = end
+
+    def next_mark() -> str:
+        """What comes behind white space; empty at the end of the file."""
+        while True:
+            spaces = _SPACE.match(text, at)
+            assert spaces is not None, "none are spaces too"
+            pass_over(spaces.end())
+            if at < len(text) or not read_on():
+                return text[at : at + 1]
+
+    def wrong(what: object) -> UserError:
+        return UserError(f"{file}: the array is not JSON at byte {place:,} ({what}): correct or exclude it")
+
+    with _opened(file, begin) as (stream, raw):
+        if is_first := not begin:
+            next_mark()
+            pass_over(at + 1)  # the bracket by which it was found to be an array
+        while (mark := next_mark()) != "]":
+            if not is_first:
+                if mark != ",":
+                    raise wrong(f"{mark!r} in the place of , or ]" if mark else "it ends without ]")
+                pass_over(at + 1)
+                next_mark()
+            is_first = False
+            while True:
+                try:
+                    record, end = decoder.raw_decode(text, at)
+                    break
+                except (ValueError, RecursionError) as error:
+                    if isinstance(error, RecursionError) or len(text) - at > MOST_TEXT_BYTES or not read_on():
+                        raise wrong(error) from error
+            found = _of_json(file, record, text[at:end], text_key, kind, lambda: f"the record at byte {place:,}")
+            pass_over(end)
             yield _document(found, place, min(1.0, raw.tell() / size))
+        pass_over(at + 1)
+        if mark := next_mark():
+            raise wrong(f"{mark!r} behind its end")
 
 
 def _has_half_letters(record: Any) -> bool:
@@ -227,8 +355,8 @@ def _of_record(record: Any, text_key: str, kind: Kind) -> "str | dict[str, Any] 
     return {key: record[key] for key in (*needed, *others) if record.get(key) is not None}
 
 
-def _line_number(file: Path, first_byte: int) -> int:
-    """The number of the line that begins at `first_byte`; the first is 1."""
+def _line(file: Path, first_byte: int) -> str:
+    """``line 7``, of the one that begins at `first_byte`; the first is 1."""
     number = 1
     with _opened(file, 0) as (lines, _):
         while line := lines.readline():
@@ -236,7 +364,7 @@ def _line_number(file: Path, first_byte: int) -> int:
             if first_byte < 0:
                 break
             number += 1
-    return number
+    return f"line {number:,}"
 
 
 def _no_text(record: Any, text_key: str, kind: Kind, where: str) -> str:

@@ -1,7 +1,8 @@
 """This process among the ranks of its run, as `torchrun` started them: they begin together, and end together.
 
 1. All ranks say that they are there before any process group is made, so that those that are missing can be named. A
-   first rank that cannot listen says at once what does, and others soon say for what they wait.
+   first rank that cannot listen says at once what does, and others soon say for what they wait. One that refuses to
+   begin tells the others why, where no launcher ends them.
 2. A run ends at the end of a step: at SIGTERM, at Ctrl-C, when its terminal is closed (SIGHUP, unless `nohup` has it
    ignored), or when its time is up. All ranks agree behind each step, so that they save the same one. A second signal
    ends the process at once. Launchers pass on what the terminal sent to the ranks as well, so with several ranks the
@@ -144,6 +145,23 @@ def join(sizes: Sizes, communication: CommunicationConfig = CommunicationConfig(
         with roll.waiting("connections of other ranks"):
             dist.init_process_group(backends, store=store, rank=own, world_size=sizes.world_size, timeout=timeout)
     return connect(sizes, own, timeout_s, communication.launcher(), roll, first=communication.orders_exchanges)
+
+
+@contextmanager
+def refusal_told() -> Iterator[None]:
+    """Within it, before `join`, what this rank refuses is told to the others, which wait for it."""
+    try:
+        yield
+    except UserError as error:
+        host, ranks = os.environ.get("MASTER_ADDR", ""), world_size()
+        if ranks > 1 and host and os.environ.get(_LAUNCHERS_STORE) != str(True):
+            own, port = rank(), _variable("MASTER_PORT", 1, _MOST_PORT)
+            _log.error("rank %d does not begin: the other ranks are told, for %.0f s at most", own, SOON_S)
+            with suppress(RuntimeError, UserError):  # they are not there, or end for the same reason
+                if own == 0:
+                    _refuse_taken(port)
+                RollCall(_store(own, ranks, host, port, SOON_S), own, ranks, SOON_S).refuse(str(error))
+        raise
 
 
 def _refuse_taken(port: int) -> None:

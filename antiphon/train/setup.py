@@ -32,7 +32,7 @@ from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.measured_choices import DispatchChoice, Packing, choose_dispatch, with_choice, with_expert
 from antiphon.train.memory import check_memory, dropped_to_fit, setup_of, tensors_of
 from antiphon.train.model import MoeModel, experts_axis
-from antiphon.train.ranks import join, local_rank, local_ranks, rank, sizes_of, sums, world_size
+from antiphon.train.ranks import gathered, join, local_rank, local_ranks, rank, refusal_told, sizes_of, sums, world_size
 from antiphon.train.resume import Former
 from antiphon.train.run_folder import OutputLock, check_boards, write_run_facts
 from antiphon.train.samples import Samples, StreamedSamples
@@ -73,37 +73,43 @@ def prepare(config: TrainConfig, plan: TrainingPlan | None = None, allowed: Coll
     """Check what can be checked, join the other ranks, write the token ids and `run.json`. Waits for all ranks. `plan`:
     the one that `config` obeys, for the page that closes the run. `allowed`: keys that may differ from the run that
     this one goes on with."""
-    lock = OutputLock(Path(config.output.folder)) if rank() == 0 else None
+    with refusal_told():
+        lock = OutputLock(Path(config.output.folder)) if rank() == 0 else None
     try:
-        return _prepared(config, plan, Former(config, allowed), lock)
+        return _prepared(config, plan, allowed, lock)
     except BaseException:
         if lock is not None:
             lock.close()
         raise
 
 
-def _prepared(config: TrainConfig, plan: TrainingPlan | None, former: Former, lock: OutputLock | None) -> TrainingRun:
+def _prepared(
+    config: TrainConfig, plan: TrainingPlan | None, allowed: Collection[str], lock: OutputLock | None
+) -> TrainingRun:
     path = Path(config.model.path)
-    config = former.config(config)
-    spec = load_model_spec(path)
-    check_further(config, read_config(path))
-    check_boards(config.output.wandb)
-    if config.sequence_length > spec.max_position:
-        raise UserError(
-            f"sequence_length is {config.sequence_length}, the model's positions end at {spec.max_position}: "
-            "shorten the sequences"
-        )
-    packing = Packing(config, spec) if config.communication.packing else None
-    if packing is not None:
-        config = with_expert(config, packing.expert_at(former.step))
-    sizes = sizes_of(config, spec, world_size())
-    device = device_of(config.device, local_rank(), local_ranks())
-    check_device(config, device)
-    sharing = local_ranks() if device == HOST else 1
-    held = with_further(spec) if config.loss.mtp else spec
-    elsewhere = replace(config, output=replace(config.output, save_beside=False))  # a GPU's copies lie in host memory
-    counted = config if device == HOST else elsewhere
-    need = check_memory(held, counted, setup_of(config, sizes), ranks_here=sharing, free_bytes=free_bytes(device))
+    with refusal_told():
+        former = Former(config, allowed)
+        config = former.config(config)
+        spec = load_model_spec(path)
+        check_further(config, read_config(path))
+        check_boards(config.output.wandb)
+        if config.sequence_length > spec.max_position:
+            raise UserError(
+                f"sequence_length is {config.sequence_length}, the model's positions end at {spec.max_position}: "
+                "shorten the sequences"
+            )
+        packing = Packing(config, spec) if config.communication.packing else None
+        if packing is not None:
+            config = with_expert(config, packing.expert_at(former.step))
+        sizes = sizes_of(config, spec, world_size())
+        device = device_of(config.device, local_rank(), local_ranks())
+        check_device(config, device)
+        sharing = local_ranks() if device == HOST else 1
+        held = with_further(spec) if config.loss.mtp else spec
+        counted = config
+        if device != HOST:  # a GPU's copies lie in host memory
+            counted = replace(config, output=replace(config.output, save_beside=False))
+        need = check_memory(held, counted, setup_of(config, sizes), ranks_here=sharing, free_bytes=free_bytes(device))
     mesh = join(sizes, config.communication, device)
     native_rows.share_threads()
     prepare_data_together(config, spec, mesh)
@@ -317,7 +323,6 @@ def prepare_data_together(config: TrainConfig, spec: ModelSpec, mesh: Mesh) -> N
         if thread is not None:
             thread.join(min(30.0, config.communication.timeout_s / 4))
         busy, failed = sums(mesh.world, "barrier", thread is not None and thread.is_alive(), bool(failures))
-    if failures:
-        raise failures[0]
     if failed:
-        raise UserError("the first rank could not write the token ids: see what it said")
+        why = gathered(mesh.world, "barrier", str(failures[0]) if failures else "")[0]
+        raise failures[0] if failures else UserError(f"rank 0 could not write the token ids: {why}")

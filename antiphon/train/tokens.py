@@ -35,7 +35,7 @@ from antiphon.train.token_file import SourceTokens, TokenFile, joined, mapped
 _BATCH_TEXTS = 64
 _BATCH_CHARACTERS = 4 << 20
 _CHUNK_BYTES = 8 << 20  # of text: what a kill loses at most, with a batch
-_VERSION = 4
+_VERSION = 5
 _EVALUATION = "evaluation"  # in the cache
 WRITER_S = 60.0  # for the writer of a run that has just ended
 _log = get_logger("train")
@@ -243,16 +243,17 @@ def tokenizing(
     read = digest_of_text(config, sources, [file for of in files for file in of], tokenizer_path, seed)
     if read != made_from.partition("-")[0]:
         raise UserError("files of data.files changed while they were read: start again")
-    sizes: dict[Split, Sizes] = {"train": reached.train, "held_out": reached.held_out}
-    num_ids = {split: sum(each.num_ids for each in of.values()) for split, of in sizes.items()}
     evaluation = [each.name for each in config.evaluation if each in sources]
-    if not num_ids["train"] and not evaluation:
+    for source, own in zip(sources, files, strict=True):
+        if source.name in evaluation or source.name in reached.train:
+            continue
+        of = f"source {source.name!r}: " if config.sources else ""
         raise UserError(
-            f"{sum(map(len, files))} files hold no text to train on: check data.files"
-            if not num_ids["held_out"]
-            else f"all documents are held out: lower data.held_out (now {config.held_out}) or give more documents"
+            f"{of}all documents are held out: lower data.held_out (now {config.held_out}) or give more documents"
+            if source.name in reached.held_out
+            else f"{of}{len(own)} files hold no text to train on: check data.files"
         )
-    if empty := [name for name in evaluation if name not in sizes["held_out"]]:
+    if empty := [name for name in evaluation if name not in reached.held_out]:
         raise UserError(f"data.evaluation: {empty[0]!r} has no document: give it files with text, or leave it out")
     kinds = {each.name: each.is_chat for each in sources}
     written = _Meta(

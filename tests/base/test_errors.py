@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 
 import pytest
 
@@ -38,7 +39,6 @@ def test_what_is_not_written_names_a_limit_that_is_not_the_disks() -> None:
     "words",
     [
         "ImportError: libtorch_cpu.so: failed to map segment from shared object",
-        "RuntimeError: can't start new thread",
         "RuntimeError: [enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory",
         "MemoryError: no further message",
     ],
@@ -46,4 +46,11 @@ def test_what_is_not_written_names_a_limit_that_is_not_the_disks() -> None:
 def test_libraries_that_lack_memory_get_the_systems_fix(words: str) -> None:
     assert with_fix(words).startswith(f"{words}: memory or addresses are limited")
     assert with_fix(words).endswith("use less or raise them (ulimit -v)")
+    assert with_fix(with_fix(words)) == with_fix(words)
+
+
+@pytest.mark.parametrize("words", ["RuntimeError: can't start new thread", os.strerror(errno.EAGAIN)])
+def test_a_thread_or_process_that_is_refused_names_the_limits(words: str) -> None:
+    """Memory was blamed alone, where a container allows few processes."""
+    assert re.match(rf"{words}: threads or processes are limited.* \(ulimit -u, pids\.max", with_fix(words))
     assert with_fix(with_fix(words)) == with_fix(words)

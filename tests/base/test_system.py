@@ -5,6 +5,7 @@ import fcntl
 import os
 import platform
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,8 +33,8 @@ assert time.process_time() - started < 0.2, "nobody looks at a million descripto
 
 END_WITH_TERMINAL = """
 import os, signal, sys
-from antiphon.base.system import end_with_terminal, sigterm_exits
-end_with_terminal()
+from antiphon.base.system import end_when_asked, sigterm_exits
+end_when_asked()
 with sigterm_exits():
     try:
         os.kill(os.getpid(), signal.SIGHUP)
@@ -48,6 +49,31 @@ def test_a_closed_terminal_ends_a_program_as_sigterm_does(before: str, code: int
     command = ["sh", "-c", f'{before}exec "$0" -c "$1"', sys.executable, END_WITH_TERMINAL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (code, said, "")
+
+
+END_WHEN_ASKED = """
+import os, signal, sys
+from antiphon.base.system import end_when_asked
+end_when_asked()
+os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+print("goes on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "number", "code"),
+    [
+        ("pthread_sigmask(SIG_BLOCK, {SIGTERM, SIGINT})", "SIGTERM", -signal.SIGTERM),
+        ("pthread_sigmask(SIG_BLOCK, {SIGTERM, SIGINT})", "SIGINT", -signal.SIGINT),
+        ("signal(SIGTERM, SIG_IGN)", "SIGTERM", 128 + signal.SIGTERM),
+        ("signal(SIGINT, SIG_IGN)", "SIGINT", 0),  # what a shell started in the background
+    ],
+)
+def test_a_program_ends_when_asked_whatever_started_it(before: str, number: str, code: int) -> None:
+    start = "import os, sys; from signal import *; " + before + "; os.execv(sys.executable, [sys.executable, '-c', "
+    command = [sys.executable, "-c", f"{start}{END_WHEN_ASKED!r}, {number!r}])"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip()) == (code, "" if code else "goes on"), done.stderr
 
 
 def test_the_limit_is_raised_as_far_as_the_system_allows_and_children_have_it() -> None:

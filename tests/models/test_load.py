@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import CheckpointError, UserError
 from antiphon.cost.memory import attention_weight_bytes, expert_weight_bytes
 from antiphon.kernels.api import KernelBackend, RotaryTable
 from antiphon.kernels.cpu import CpuBackend
@@ -114,6 +114,53 @@ def test_each_role_reads_its_own_bytes_and_reports_them(family: str, save_model:
     checkpoint = Checkpoint(saved.folder)
     load_expert_half(checkpoint, spec, backend, [3, 1])
     assert checkpoint.bytes_read == routed * 2 // spec.router.num_experts
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "attention": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "norm_eps": {"rms_norm_eps": 1e-3},
+    "router": {"num_experts_per_tok": 1},
+    "feed_forward": {"hidden_act": "gelu"},
+}
+
+
+def test_a_fingerprint_tells_checkpoints_apart_that_compute_otherwise(save_model: Any, tools: Any) -> None:
+    """`config.json` alone may differ. That a text ends elsewhere is the server's affair, and file names are nothing."""
+    folder: Path = save_model(tools.config("qwen3_moe")).folder
+    config = json.loads((folder / "config.json").read_text())
+
+    def differing(**keys: Any) -> list[str]:
+        (folder / "config.json").write_text(json.dumps(config | keys))
+        found = Checkpoint(folder).fingerprint(load_model_spec(folder))
+        return [what for what, digest in found.items() if digest != known[what]]
+
+    known = Checkpoint(folder).fingerprint(load_model_spec(folder))
+    for what, keys in CHANGES.items():
+        assert differing(**keys) == [what], keys
+    assert differing(eos_token_id=[5]) == []
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    assert differing() == []
+    rewrite_file = load_file(folder / "other.safetensors")
+    save_file({name: 1.5 * tensor for name, tensor in rewrite_file.items()}, folder / "other.safetensors")
+    assert differing() == ["weights"]
+
+
+def test_a_file_that_is_written_anew_in_its_place_is_found_out(save_model: Any, tools: Any) -> None:
+    """Before it is mapped and after; another file under its name is none of a map's business."""
+    folder: Path = save_model(tools.config("mixtral")).folder
+    file, name = folder / "model.safetensors", "model.norm.weight"
+    early, late = Checkpoint(folder), Checkpoint(folder)
+    before = early.read(name).clone()
+    data = file.read_bytes()
+    file.rename(folder / "old")
+    file.write_bytes(data)
+    assert torch.equal(early.read(name), before)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: was changed after it was opened: put back"):
+        late.read(name)
+    (folder / "old").rename(file)
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: was changed after it was opened: put back"):
+        early.read(name)
 
 
 def test_workers_partial_sums_add_up(save_model: Any, tools: Any) -> None:

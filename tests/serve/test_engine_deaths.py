@@ -1,6 +1,7 @@
 """Workers die again and again, or cannot come back: who is served meanwhile, what the engine says, when it ends."""
 
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from antiphon.base.errors import UserError
 from antiphon.base.system import memory_kills
@@ -160,6 +162,26 @@ def test_a_checkpoint_that_is_gone_ends_the_engine(copied_model: TinyModel, prom
         given_up.clear()
         engine.call_when_given_up(given_up.set)
         assert given_up.is_set(), "who asks later hears it too"
+
+
+@pytest.mark.parametrize("what", ["weights", "norm_eps"])
+def test_a_checkpoint_that_was_exchanged_ends_the_engine(copied_model: TinyModel, prompts: Prompts, what: str) -> None:
+    """A worker that loaded it would compute parts of another model."""
+    with running(config(copied_model, "2+1/m2")) as engine:
+        file = copied_model.folder / ("model.safetensors" if what == "weights" else "config.json")
+        file.rename(copied_model.folder / "before")
+        if what == "weights":
+            tensors = load_file(copied_model.folder / "before")
+            save_file({name: tensor * 1.5 for name, tensor in tensors.items()}, file)
+        else:
+            keys = json.loads((copied_model.folder / "before").read_text())
+            file.write_text(json.dumps(keys | {"rms_norm_eps": 1e-3}))
+        run = Run(engine, prompts[:8], GREEDY)
+        kill(engine, "experts", 0)
+        run.finish()
+        wait_until(lambda: engine.fatal is not None, "the end")
+        assert engine.fatal is not None
+        assert re.match(rf"experts\[0\] died and cannot start again: .* has other {what} than the server", engine.fatal)
 
 
 def test_what_may_pass_is_tried_again(

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import queue
@@ -399,7 +400,7 @@ def test_a_spare_takes_the_place_of_a_joined_worker_that_was_killed(
 def test_a_guest_that_cannot_load_does_not_end_the_server(
     tiny_model: TinyModel, prompts: Prompts, reference: Tokens, tmp_path: Path
 ) -> None:
-    """The checkpoint on its machine is not there, or has other weights; the next guest has one."""
+    """The checkpoint on its machine is not there, or has other weights, or another config.json; the next has one."""
     address = free_address()
     settings = config(tiny_model, "1+1/m2", join_address=address, join_secret=SECRET, joined_experts=1)
     with worker_command(address, "experts") as first, serving(settings) as engine:
@@ -409,8 +410,9 @@ def test_a_guest_that_cannot_load_does_not_end_the_server(
         run = Run(engine, prompts[:4], GREEDY)
         with worker_command(address, "experts", "--model", str(tmp_path / "nowhere")) as broken:
             assert broken.wait(60.0) == 1
-        with worker_command(address, "experts", "--model", str(_other_weights(settings, tmp_path))) as wrong:
-            assert wrong.wait(60.0) == 1
+        for other in (_other_weights(settings, tmp_path), _other_config(settings, tmp_path)):
+            with worker_command(address, "experts", "--model", str(other)) as wrong:
+                assert wrong.wait(60.0) == 1
         with worker_command(address, "experts"):
             assert [request.token_ids for request in run.finish()] == reference[:4]
         assert engine.fatal is None
@@ -422,4 +424,12 @@ def _other_weights(settings: ServeConfig, tmp_path: Path) -> Path:
     shutil.copytree(settings.model, folder)
     file = folder / "model.safetensors"
     save_file({name: tensor * 1.5 for name, tensor in load_file(file).items()}, file)
+    return folder
+
+
+def _other_config(settings: ServeConfig, tmp_path: Path) -> Path:
+    folder = tmp_path / "another"
+    shutil.copytree(settings.model, folder)
+    keys = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(keys | {"hidden_act": "gelu"}))
     return folder

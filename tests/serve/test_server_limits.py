@@ -116,12 +116,17 @@ def test_a_signal_to_the_whole_group_is_a_signal_to_the_server(checkpoint: Path,
         assert "lost" not in server.log
 
 
-def test_a_start_that_the_system_refuses_ends_with_the_reason(checkpoint: Path) -> None:
-    """Workers load, but the shared memory of their exchange may not be made: asking again changes nothing."""
-    layout = ["--layout", "disaggregated", "--micro-batches", "2", "--port", "0"]
+@pytest.mark.parametrize(
+    ("layout", "who"),
+    [
+        ("--layout disaggregated --micro-batches 2", r"attention\[0\] cannot join the others: experts\[0\]"),
+        ("--tp 2", r"replica\[0\](\[1\])? cannot join the others: replica\[0\]\[[01]\]"),
+    ],
+)
+def test_a_start_that_the_system_refuses_ends_with_the_reason(checkpoint: Path, layout: str, who: str) -> None:
+    """Workers load, but the shared memory between them may not be made: asking again changes nothing."""
     command = ["bash", "-c", 'ulimit -f 8; exec "$@"', "limited"]
-    command += python_module("antiphon.cli.main", "serve", str(checkpoint), *layout)
+    command += python_module("antiphon.cli.main", "serve", str(checkpoint), *layout.split(), "--port", "0")
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode != 0
-    last = ended.stderr.splitlines()[-1]
-    assert re.match(r"error: attention\[0\] cannot join the others: experts\[0\] refused: .*ulimit -f", last)
+    assert ended.returncode == 1
+    assert re.match(rf"error: {who} refused: .*ulimit -f", ended.stderr.splitlines()[-1])

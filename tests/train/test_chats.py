@@ -207,7 +207,7 @@ def test_what_is_no_chat_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     for name, content, said in (
         ("a.jsonl", '{"text": "x"}', r"line 1: no messages \(there is: text\): data.kind 'chat' needs them"),
-        ("a.txt", "x", r"data.kind is 'chat', which is read from .jsonl, .parquet and .arrow: convert it"),
+        ("a.txt", "x", r"data.kind is 'chat', which is read from .jsonl, .json, .parquet and .arrow: convert it"),
     ):
         (tmp_path / name).write_text(content)
         config = DataConfig(files=(str(tmp_path / name),), kind="chat")

@@ -1,11 +1,12 @@
 """How ranks come together, and what the others say and keep when one ends."""
 
 import os
+import re
 import resource
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from antiphon.comm.mesh import Sizes
 from antiphon.train import checkpoint
 from antiphon.train.config_tables import CommunicationConfig
 from antiphon.train.ranks import join
+from antiphon.train.run_folder import OutputLock
 from antiphon.train.setup import prepare
 from antiphon.train.trainer import Trainer
 from tests.serve.fork_server import PROGRAMS
@@ -98,6 +100,35 @@ def test_variables_that_say_no_rank(monkeypatch: pytest.MonkeyPatch, name: str, 
     monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=words):
         join(TWO, SHORT)
+
+
+@pytest.mark.parametrize(
+    ("refusing", "change", "words"),
+    [
+        ("0", "sequence_length=65", "rank 0 does not begin: sequence_length is 65, the model's positions end at 64"),
+        ("1", "sequence_length=65", "rank 1 does not begin: sequence_length is 65, the model's positions end at 64"),
+        (
+            "0",
+            'data.files=["nothing/*"]',
+            "rank 0 could not write the token ids: data.files: .*nothing/.* names no file",
+        ),
+        ("0", "", "rank 0 does not begin: output.folder .*out is in use by process"),
+    ],
+)
+def test_what_one_rank_refuses_the_other_says(tmp_path: Path, refusing: str, change: str, words: str) -> None:
+    """Ranks that no launcher started waited for it, as long as `timeout_s`."""
+    file = write_run(tmp_path)
+    environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "antiphon.cli.main", "train", str(file), "--set", "communication.timeout_s=3600"]
+    with ExitStack() as stack:
+        if not change:
+            stack.callback(OutputLock(tmp_path / "out").close)
+        changed = [*command, *(["--set", change] if change else [])]
+        one = stack.enter_context(PROGRAMS.Popen(changed, env=environment | {"RANK": refusing}, stdout=-3, stderr=-3))
+        other_rank = "1" if refusing == "0" else "0"
+        other = PROGRAMS.run(command, env=environment | {"RANK": other_rank}, text=True, timeout=120)
+        assert one.wait(60) == other.returncode == 2
+    assert re.search(words, other.stderr), other.stderr
 
 
 def two_ranks(file: Path, last: int, *changes: str, second: Sequence[str] = (), code: int = 9, limits: str = "") -> str:

@@ -21,7 +21,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.system import one_writer
 from antiphon.models.config import load_model_spec
 from antiphon.train import documents, tokens
-from antiphon.train.config_tables import DataConfig
+from antiphon.train.config_tables import DataConfig, SourceConfig
 from antiphon.train.documents import Document, find_files, read_documents
 from antiphon.train.encoder import load_tokenizer
 from antiphon.train.tokens import BEGINNING, SPLITS, Reached, TokenSize, open_tokens, tokenize
@@ -283,6 +283,10 @@ def test_no_text_at_all(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("one")
     with pytest.raises(UserError, match=r"all documents are held out: lower data.held_out \(now 0.999\)"):
         run(DataConfig(files=(str(tmp_path / "one.txt"),), held_out=0.999), tmp_path, tmp_path / "cache")
+    (tmp_path / "null.jsonl").write_text('{"text": null}')
+    sources = [SourceConfig(name=name, files=(str(tmp_path / name),)) for name in ("one.txt", "null.jsonl")]
+    with pytest.raises(UserError, match=r"^source 'null.jsonl': 1 files hold no text to train on: check data.files"):
+        run(DataConfig(sources=tuple(sources), held_out=0), tmp_path, tmp_path / "cache")
     assert not (tmp_path / "cache/meta.json").exists()
 
 

@@ -140,16 +140,13 @@ def build_worker(configure: Configure, progress: ReportProgress, say: Say) -> Lo
     backend = make_backend(configure.kernels, device, resolve_dtype(configure.dtype))
     _claim_cores(configure, backend)
     checkpoint = open_weights(configure.model, configure.weights)
-    if configure.fingerprint and (found := checkpoint.fingerprint()) != configure.fingerprint:
-        raise CheckpointError(
-            f"{configure.model} has other weights than the server's checkpoint (fingerprint {found}, not "
-            f"{configure.fingerprint}): give this worker the server's (--model)"
-        )
+    spec = load_model_spec(configure.model, configure.rope_scaling)
+    _check_same_model(configure, checkpoint.fingerprint(spec))
     source = _Source(
         configure=configure,
         endpoints=Endpoints(configure),
         backend=backend,
-        spec=load_model_spec(configure.model, configure.rope_scaling),
+        spec=spec,
         checkpoint=checkpoint,
         recorder=CountingRecorder() if configure.trace else SpanRecorder(keeps_all=False),
         progress=progress,
@@ -161,6 +158,15 @@ def build_worker(configure: Configure, progress: ReportProgress, say: Say) -> Lo
         waits += ", in stream order" if configure.streams else ""
         _log.info("%s: %s", name if configure.num_ranks == 1 else f"{name}[{configure.rank}]", waits)
     return worker
+
+
+def _check_same_model(configure: Configure, found: dict[str, str]) -> None:
+    """`CheckpointError` unless the checkpoint computes what the server's did when it began."""
+    if others := [what for what, digest in configure.fingerprint.items() if found[what] != digest]:
+        raise CheckpointError(
+            f"{configure.model} has other {', '.join(others)} than the server began with: a worker that joins needs "
+            "the server's checkpoint (--model); where the files were changed, put them back or start the server again"
+        )
 
 
 def _compiles(backend: KernelBackend) -> bool:

@@ -89,7 +89,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     exchanged in the order of the device's stream (`comm/m2n/streams`).
     `sums_in_blocks`: ranks add up prompts in blocks of rows, each while the next one is multiplied.
     `spins`: threads of the kernels that wait may look again and again.
-    `fingerprint`: of the server's checkpoint (`Checkpoint.fingerprint`), for a worker that may have another one.
+    `fingerprint`: of the checkpoint that the server began with (`Checkpoint.fingerprint`).
     `device_index`: which worker of its machine this is, over all roles; GPUs are taken in turn by it."""
 
     role: Role
@@ -98,7 +98,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     num_ranks: int = 1
     num_stages: int = 1
     model: str
-    fingerprint: str = ""
+    fingerprint: dict[str, str] = {}
     device: str
     device_index: int
     dtype: str
