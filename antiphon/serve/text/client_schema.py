@@ -7,7 +7,6 @@ ignores whatever it does not know.
 """
 
 import json
-import re
 from typing import Any
 
 from antiphon.base.errors import UserError
@@ -27,7 +26,7 @@ _NOTHING: dict[str, tuple[object, ...]] = {  # values that ask for nothing
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
 }
-_REMARKS = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$defs"}
+_REMARKS = {"title", "description", "default", "examples", "deprecated", "$comment", "type"}
 
 
 def schema_text(schema: dict[str, Any], more: dict[str, Any] | None = None) -> str:
@@ -46,7 +45,7 @@ def schema_text(schema: dict[str, Any], more: dict[str, Any] | None = None) -> s
             num_characters += len(value) + 2 if isinstance(value, str) else 1
     if num_characters <= MAX_CHARACTERS:
         try:
-            text = json.dumps(_in_known_words(schema, schema) | (more or {}), ensure_ascii=False)
+            text = json.dumps(_Rewriting(schema).whole() | (more or {}), ensure_ascii=False)
         except RecursionError as error:
             raise UserError("the JSON schema cannot be used: it is nested too deeply; use $defs and $ref") from error
         num_characters = len(text)
@@ -55,46 +54,88 @@ def schema_text(schema: dict[str, Any], more: dict[str, Any] | None = None) -> s
     return text
 
 
-def _in_known_words(schema: Any, root: dict[str, Any]) -> Any:
-    """A copy of a part of the schema `root` in which nothing is refused that asks for nothing."""
-    if not isinstance(schema, dict):
-        return schema
-    made: dict[str, Any] = {}
-    for keyword, value in schema.items():
-        if keyword in _MAPS and isinstance(value, dict):
-            value = {name: _in_known_words(each, root) for name, each in value.items()}
-        elif keyword in _LISTS and isinstance(value, list):
-            value = [_in_known_words(each, root) for each in value]
-        elif keyword in _SCHEMAS:
-            value = _in_known_words(value, root)
-        elif keyword == "$ref" and isinstance(value, str) and value.startswith("/"):
-            value = f"#{value}"
-        is_remark = keyword == "format" and isinstance(value, str) and value not in _FORMATS
-        if not is_remark and value not in _NOTHING.get(keyword, ()):
-            made[keyword] = value
-    pattern = _pattern_of_names(resolved(made.get("propertyNames"), root))
-    if pattern is not None and not (pattern and (made.get("properties") or "patternProperties" in made)):
-        del made["propertyNames"]
-        if pattern:
+class _Rewriting:
+    """A copy of one schema, the `root`, in which nothing is refused that asks for nothing."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._shared: dict[str, Any] = {}  # schemas that several names have
+
+    def whole(self) -> dict[str, Any]:
+        made: dict[str, Any] = self._part(self._root)
+        if self._shared:
+            own = made.get("$defs")
+            made["$defs"] = (own if isinstance(own, dict) else {}) | self._shared
+        return made
+
+    def _part(self, schema: Any) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        made: dict[str, Any] = {}
+        for keyword, value in schema.items():
+            if keyword in _MAPS and isinstance(value, dict):
+                value = {name: self._part(each) for name, each in value.items()}
+            elif keyword in _LISTS and isinstance(value, list):
+                value = [self._part(each) for each in value]
+            elif keyword in _SCHEMAS:
+                value = self._part(value)
+            elif keyword == "$ref" and isinstance(value, str) and value.startswith("/"):
+                value = f"#{value}"
+            is_remark = keyword == "format" and isinstance(value, str) and value not in _FORMATS
+            if not is_remark and value not in _NOTHING.get(keyword, ()):
+                made[keyword] = value
+        if "propertyNames" in made and "patternProperties" not in made:
+            self._obey_names(made)
+        return made
+
+    def _obey_names(self, made: dict[str, Any]) -> None:
+        """Say `propertyNames` by other keywords, if they can. Names that are listed become properties: behind the last
+        one that fits a pattern the library allows a comma, after which nothing can follow."""
+        own, names = made.get("properties") or {}, resolved(made["propertyNames"], self._root)
+        if (listed := _listed(names)) is not None and isinstance(own, dict):
+            others = self._once(made.get("additionalProperties", True))
+            made |= {"properties": {name: own.get(name, others) for name in listed}, "additionalProperties": False}
+        elif (pattern := _pattern_of(names)) is None or (pattern and own):
+            return
+        elif pattern:
             values = made.get("additionalProperties", True)
             made |= {"patternProperties": {pattern: values}, "additionalProperties": False}
-    return made
+        del made["propertyNames"]
+
+    def _once(self, schema: Any) -> Any:
+        """A reference to the schema, for a place where it may stand many times."""
+        if not isinstance(schema, dict):
+            return schema
+        name = f"antiphon-{len(self._shared)}"
+        self._shared[name] = schema
+        return {"$ref": f"#/$defs/{name}"}
 
 
-def _pattern_of_names(names: Any) -> str | None:
-    """What `propertyNames` says, as a pattern: "" for any name, None where it is absent or no pattern says it."""
+def _asked(names: Any) -> dict[str, Any] | None:
+    """The keywords of `propertyNames` that ask for something; None where it is no schema of texts."""
     if not isinstance(names, dict) or names.get("type", "string") != "string":
         return None
-    asked = {key: value for key, value in names.items() if key not in _REMARKS | {"type"}}
-    if not asked:
-        return ""
-    if asked.keys() <= {"enum", "const"} and len(asked) == 1:
-        chosen = asked.get("enum", [asked.get("const")])
-        texts = [re.escape(each) for each in chosen if isinstance(each, str)] if isinstance(chosen, list) else []
-        return f"^(?:{'|'.join(texts)})$" if texts else None
+    return {key: value for key, value in names.items() if key not in _REMARKS}
+
+
+def _listed(names: Any) -> list[str] | None:
+    """The names that `propertyNames` lists; None where it does not."""
+    asked = _asked(names)
+    if asked is None or asked.keys() not in ({"enum"}, {"const"}):
+        return None
+    (stated,) = asked.values()
+    listed = stated if "enum" in asked else [stated]
+    return [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else None
+
+
+def _pattern_of(names: Any) -> str | None:
+    """What `propertyNames` says, as a pattern: "" for any name, None where no pattern says it."""
+    asked = _asked(names)
+    if asked is None:
+        return None
     if asked.keys() == {"pattern"}:
         return str(asked["pattern"])
     least, most = asked.get("minLength", 0), asked.get("maxLength", "")
     if asked.keys() <= {"minLength", "maxLength"} and type(least) is int and (most == "" or type(most) is int):
-        return f"^(?s:.){{{least},{most}}}$"
+        return f"^(?s:.){{{least},{most}}}$" if asked else ""
     return None
