@@ -14,7 +14,6 @@ from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from antiphon.serve.api.chat_messages import (
-    MAX_CALLS,
     TEXT_OR_LIST,
     CacheControl,
     FunctionName,
@@ -24,8 +23,8 @@ from antiphon.serve.api.chat_messages import (
 )
 from antiphon.serve.api.errors import bad_request, in_client_words
 from antiphon.serve.api.guard.body import validate
-from antiphon.serve.api.input_limits import InputLimits
-from antiphon.serve.api.requests import ChatCompletionRequest, Count, StopField
+from antiphon.serve.api.input_limits import MAX_CALLS, InputLimits
+from antiphon.serve.api.requests import AllowedCallers, ChatCompletionRequest, Count, OnlyFalse, StopField
 from antiphon.serve.text.text_service import thinking_switches
 
 _BLOCKS = {
@@ -130,6 +129,8 @@ class AnthropicTool(RequestModel):
     cache_control: CacheControl = None
     eager_input_streaming: bool | None = Field(None, description="Changes nothing: arguments always stream.")
     input_examples: list[Any] | None = Field(None, description="Changes nothing.")
+    defer_loading: OnlyFalse | None = Field(None, description="The model sees all tools.")
+    allowed_callers: AllowedCallers = None
 
 
 class AnthropicToolChoice(RequestModel):
