@@ -87,7 +87,7 @@ HARMLESS: dict[str, Harmless] = {
     "watermark": Harmless((), "watermarks are not supported"),
     "watermarking": Harmless((False,), "watermarks are not supported"),
     # grammars
-    "guided_decoding_backend": Harmless((), _GRAMMAR),
+    "guided_decoding_backend": Harmless(("auto", "guidance"), "grammars are followed by llguidance"),
     "guided_whitespace_pattern": Harmless((), _GRAMMAR),
     # prompts and text
     "add_generation_prompt": Harmless((), _ONLY_CHAT),
