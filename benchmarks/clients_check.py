@@ -214,6 +214,9 @@ CLIENTS = (
     Client("instructor", "instructor", ("instructor==1.17.0", "anthropic"), {
         "objects by tools and schemas, streamed": partial(program, "instructor_client.py"),
     }),
+    Client("outlines", "outlines", ("outlines==1.3.3", "guidance==0.3.1", "openai"), {
+        "types, expressions and grammars by the parameters of three servers": partial(program, "outlines_client.py"),
+    }),
 )  # fmt: skip
 
 # --- the check

@@ -27,6 +27,7 @@ LOOK = {
 }
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the sky"}}\n</tool_call>'
 HELLO = [{"role": "user", "content": "hello"}]
+SCHEMA_FORMAT = {"type": "json_schema", "schema": {"const": "yes"}}
 
 
 def send(server: Live, **body: Any) -> Any:
@@ -302,6 +303,11 @@ def test_blocks_that_would_be_lost_are_refused(server: Live, role: str, content:
         ({"tools": [LOOK, LOOK]}, "tools"),
         ({"tools": [LOOK], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}, "output_config.format"),
+        ({"output_format": {"type": "json_schema", "schema": {"type": "nothing"}}}, "output_format"),
+        (
+            {"output_format": {"type": "json_schema", "schema": {}}, "output_config": {"format": SCHEMA_FORMAT}},
+            "output_format",
+        ),
     ],
 )
 def test_refusals_of_the_chat_name_what_the_client_sent(body: dict[str, Any], param: str) -> None:
@@ -311,6 +317,15 @@ def test_refusals_of_the_chat_name_what_the_client_sent(body: dict[str, Any], pa
     message = response.json()["error"]["message"]
     assert param in message
     assert not any(word in message for word in ("tool_calls", "max_completion", "response_format", "json_schema"))
+
+
+def test_a_format_may_have_its_former_name_or_both() -> None:
+    config = {"format": SCHEMA_FORMAT}
+    with live(says('"yes"')) as server:
+        for body in ({"output_config": config}, {"output_format": SCHEMA_FORMAT, "output_config": config}):
+            assert send(server, **body).status_code == 200
+        assert send(server, output_format=SCHEMA_FORMAT, output_config={"effort": "low"}).status_code == 200
+        assert len({submission.params.grammar for submission in server.engine.submissions}) == 1
 
 
 def test_results_that_a_template_does_not_read_are_named_as_they_were_sent() -> None:

@@ -104,6 +104,8 @@ def test_pages_of_other_origins_may_use_the_server_when_they_are_named() -> None
         preflight = server.http.options("/v1/chat/completions", headers=asks | {"authorization": ""})
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == page
+        outside = asks | {"access-control-request-private-network": "true"}
+        assert server.http.options("/v1/messages", headers=outside).status_code == 200
         forgets = asks | {"access-control-request-method": "DELETE"}
         assert server.http.options("/v1/responses/resp-1", headers=forgets).status_code == 200
         answer = server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"origin": page})
@@ -271,3 +273,66 @@ def test_a_prompt_is_cut_at_the_side_that_is_named(server: Live) -> None:
 def test_all_wrong_keys_of_a_bias_are_named(server: Live) -> None:
     refused = server.complete(logit_bias={"bad1": 1.0, "2": 1.0, "bad2": 1.0}).json()["error"]
     assert "'bad1', 'bad2'" in refused["message"]
+
+
+SAID: dict[str, Any] = {"type": "text", "text": "hello", "prompt_cache_breakpoint": {"type": "ephemeral"}}
+ASKED: dict[str, Any] = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
+TOLD: dict[str, Any] = {"type": "function_call_output", "call_id": "1", "output": "blue"}
+BY_MODEL: dict[str, Any] = {"defer_loading": False, "allowed_callers": ["direct"]}
+OF_CLIENTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # path, a body, what its values of today add
+    (
+        "responses",
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "hello"}]}, ASKED, TOLD]},
+        {
+            "input": [
+                {"role": "user", "content": [SAID | {"type": "input_text"}]},
+                ASKED | {"caller": {"type": "direct"}},
+                TOLD | {"caller": {"type": "direct"}},
+            ],
+            "tools": [{"type": "function", "name": "look", **BY_MODEL}],
+            "conversation": None,
+            "prompt": None,
+            "context_management": [],
+        },
+    ),
+    (
+        "messages",
+        {"messages": HELLO, "max_tokens": 9},
+        {"tools": [{"name": "look", "input_schema": {}, **BY_MODEL}], "container": None, "fallbacks": "default"},
+    ),
+    ("chat/completions", {"messages": HELLO}, {"messages": [{"role": "user", "content": [SAID]}]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "more"), OF_CLIENTS, ids=[case[0] for case in OF_CLIENTS])
+def test_what_clients_send_of_the_newest_api_changes_nothing(
+    path: str, body: dict[str, Any], more: dict[str, Any]
+) -> None:
+    tools = [{**tool} for tool in more.get("tools", [])]
+    for tool in tools:
+        for name in BY_MODEL:
+            del tool[name]
+    with live(says("Well."), chat_template=HERMES) as server:
+        for sent in (body | ({"tools": tools} if tools else {}), body | more):
+            answer = server.http.post(f"/v1/{path}", json=sent)
+            assert answer.status_code == 200, answer.text
+        assert len({tuple(each.prompt_token_ids) for each in server.engine.submissions}) == 1
+        for tool in more.get("tools", [])[:1]:
+            later = server.http.post(f"/v1/{path}", json=body | {"tools": [tool | {"defer_loading": True}]})
+            assert (later.status_code, "defer_loading" in later.text) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "reason"),
+    [
+        ("responses", {"input": "a", "conversation": "conv_1"}, "conversations are not kept, but answers of"),
+        ("responses", {"input": "a", "prompt": {"id": "pmpt_1"}}, "prompts are not stored"),
+        ("messages", {"messages": HELLO, "max_tokens": 1, "container": "c"}, "this server runs no tools itself"),
+        ("messages", {"messages": HELLO, "max_tokens": 1, "compaction": {}}, "conversations are not summarized"),
+    ],
+)
+def test_what_only_the_vendors_do_is_refused_with_the_reason(
+    server: Live, path: str, more: dict[str, Any], reason: str
+) -> None:
+    answer = server.http.post(f"/v1/{path}", json=more)
+    assert (answer.status_code, reason in answer.json()["error"]["message"]) == (400, True)

@@ -152,7 +152,7 @@ def test_other_methods_are_405(server: Live, method: str) -> None:
     assert response.headers["allow"] == "POST"
     assert response.headers["content-type"] == "application/json"
     if method != "HEAD":
-        assert "method not allowed" in response.json()["error"]["message"]
+        assert "method not allowed, allowed are POST; this server" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/dashboard", "/nothing"])
@@ -165,6 +165,14 @@ def test_head_is_get_without_the_body(server: Live, path: str) -> None:
     assert f"content-type: {answer.headers['content-type']}".encode() in head
     assert head.index(b"\r\n\r\n") == len(head) - 4
     assert answer.content
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/messages/batches"])
+def test_what_this_server_does_not_do_is_404_and_says_what_it_does(server: Live, path: str) -> None:
+    response = server.http.post(path, json={"model": "fake-moe", "input": "x"})
+    assert response.status_code == 404
+    message = f"POST {path}: not found; this server answers chats and continues texts, by the paths that"
+    assert response.json()["error"]["message"].startswith(message)
 
 
 def test_a_slash_too_many_is_404_and_names_the_path(server: Live) -> None:

@@ -455,8 +455,12 @@ def test_formats_by_all_their_names(template: str) -> None:
                 assert (text["content"] or "").startswith(expected), body
             text = server.complete(max_tokens=40, **body).json()["choices"][0]["text"]
             assert text.startswith(expected), body
+        same = {"guided_grammar": 'root ::= "b"', "structured_outputs": {"grammar": 'root ::= "b"'}}
+        named = server.chat(guided_decoding_backend="guidance", max_completion_tokens=3, max_tokens=3, **same)
+        assert named.status_code == 200, "clients of several servers say it by several names"
         for body, param in (
             ({"structured_outputs": {}}, "structured_outputs"),
+            ({"max_completion_tokens": 3, "max_tokens": 4}, "max_tokens"),
             ({"guided_json": "no"}, "guided_json"),
             ({"regex": "(", "max_tokens": 3}, "regex"),
             ({"regex": "a", "ebnf": 'root ::= "b"'}, "ebnf"),
@@ -469,7 +473,7 @@ def test_formats_by_all_their_names(template: str) -> None:
 
 def test_a_schema_of_a_tool_that_cannot_be_enforced_is_named_without_our_rules() -> None:
     wrong = {
-        'Unimplemented keys: ["uniqueItems"]': {"type": "array", "uniqueItems": True},
+        'Unimplemented keys: ["uniqueItems"]: leave them out': {"type": "array", "uniqueItems": True},
         "regex parse error: ^(?!a)b ^^^ error: look-around, including look-ahead and look-behind, is not supported": {
             "type": "string",
             "pattern": "^(?!a)b",

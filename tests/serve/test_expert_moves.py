@@ -8,7 +8,7 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.models.expert_half import FREE, ExpertHalf
-from antiphon.serve.worker import experts
+from antiphon.serve.worker import expert_moves
 from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.specs.placement import ExpertPlacement
 
@@ -40,7 +40,7 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> list[_Stop]:
         stops.append(_Stop())
         return stops[-1]
 
-    monkeypatch.setattr(experts, "Event", make)
+    monkeypatch.setattr(expert_moves, "Event", make)
     return stops
 
 
@@ -58,7 +58,7 @@ def prepared(load: Callable[[int, int, int], None]) -> tuple[ExpertMoves, Expert
 
 def test_it_rests_in_proportion_to_what_each_expert_took(stops: list[_Stop], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr(experts, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    monkeypatch.setattr(expert_moves, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
 
     def load(layer: int, expert: int, slot: int) -> None:
         clock.now_s += 1.0 + layer

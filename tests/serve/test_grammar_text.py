@@ -193,11 +193,61 @@ def test_what_grammars_allow_readers_read() -> None:
         assert json.loads("".join(piece.arguments for piece in pieces)) == FULL[0][1]
 
 
+BOOLEANS: dict[str, Any] = {"type": "object", "additionalProperties": {"type": "boolean"}}
+OF_LIBRARIES: list[tuple[dict[str, Any], str, str]] = [  # a schema, a text that fits, one that does not
+    (BOOLEANS | {"propertyNames": {"type": "string"}}, '{"x":true}', '{"x":1}'),  # zod's record
+    (BOOLEANS | {"propertyNames": {"enum": ["a.b", "c"]}, "required": ["c"]}, '{"a.b":true,"c":true}', '{"a.b":true}'),
+    (BOOLEANS | {"propertyNames": {"enum": ["a", "b"]}, "required": ["a", "b"]}, '{"a":true,"b":true}', "{}"),
+    (BOOLEANS | {"propertyNames": {"enum": ["a"]}, "properties": {"a": {"const": 1}}}, '{"a":1}', '{"a":true}'),
+    (BOOLEANS | {"propertyNames": {"const": "\u00fc \n-"}}, '{"\u00fc \\n-":true}', '{"u":true}'),
+    (BOOLEANS | {"propertyNames": {"$ref": "#/$defs/C"}, "$defs": {"C": {"enum": ["r"]}}}, '{"r":true}', '{"g":true}'),
+    (BOOLEANS | {"propertyNames": {"pattern": "^[0-9]+$"}}, '{"12":true}', '{"a":true}'),
+    ({"type": "object", "propertyNames": {"maxLength": 2}}, '{"rr":1}', '{"rrr":1}'),
+    ({"type": "array", "uniqueItems": False, "items": {"type": "string", "format": "path"}}, '["x"]', "[1]"),
+    ({"type": "array", "prefixItems": [{"type": "string", "format": "cuid"}], "minItems": 1}, '["x"]', "[1]"),
+    (
+        {"properties": {"a": {"$ref": "/$defs/C"}}, "required": ["a"], "$defs": {"C": {"const": 1}}},
+        '{"a":1}',
+        '{"a":2}',
+    ),
+    (
+        {"properties": {"format": {"const": "path"}, "a": {"unevaluatedProperties": {}}}, "required": ["format"]},
+        '{"format":"path","a":{"b":1}}',
+        '{"format":"x"}',
+    ),
+    ({"enum": [{"format": "path"}]}, '{"format":"path"}', "{}"),
+    ({"type": "string", "format": "date"}, '"2026-01-02"', '"today"'),
+]
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), OF_LIBRARIES)
+def test_keywords_that_libraries_write_are_obeyed_or_ask_for_nothing(
+    schema: dict[str, Any], good: str, bad: str
+) -> None:
+    before = json.dumps(schema)
+    assert fits(dialect("hermes"), good, schema=schema)
+    assert not fits(dialect("hermes"), bad, schema=schema)
+    assert json.dumps(schema) == before, "a request's own schema is given back in answers"
+
+
+@pytest.mark.parametrize("form", ["minimax_m2", "hermes"])
+def test_tools_may_have_such_keywords_too(form: str) -> None:
+    parameters: dict[str, Any] = {"map": BOOLEANS | {"propertyNames": {"enum": ["k"]}}, "n": {"$ref": "/$defs/N"}}
+    schema = {"type": "object", "properties": parameters, "required": ["map", "n"], "$defs": {"N": {"type": "integer"}}}
+    for key, is_good in (("k", True), ("l", False)):
+        written = WRITERS[form]([("add", {"map": {key: True}, "n": 5})])
+        assert fits(dialect(form), written, forced=True, schemas={"add": schema}) == is_good
+    wrong = WRITERS[form]([("add", {"map": {"k": True}, "n": "x"})])
+    assert not fits(dialect(form), wrong, forced=True, schemas={"add": schema})
+
+
 def test_schemas_that_cannot_be_followed_are_refused() -> None:
     for schema in (
         {"properties": {"a": {"not": {}}}},
         {"type": "objekt"},
         {"properties": {"a": {"type": "array", "uniqueItems": True}}},
+        {"properties": {"a": {"properties": {"b": {}}, "propertyNames": {"pattern": "^c"}}}},
+        {"properties": {"a": {"type": "object", "propertyNames": {"format": "uuid"}}}},
         {"description": "x" * 300_000},
     ):
         with pytest.raises(UserError) as raised:

@@ -24,7 +24,7 @@ from antiphon.serve.api.chat_messages import (
 from antiphon.serve.api.errors import bad_request, in_client_words
 from antiphon.serve.api.guard.body import validate
 from antiphon.serve.api.input_limits import MAX_CALLS, InputLimits
-from antiphon.serve.api.requests import ChatCompletionRequest, Count, StopField
+from antiphon.serve.api.requests import AllowedCallers, ChatCompletionRequest, Count, OnlyFalse, StopField
 from antiphon.serve.text.text_service import thinking_switches
 
 _BLOCKS = {
@@ -129,6 +129,8 @@ class AnthropicTool(RequestModel):
     cache_control: CacheControl = None
     eager_input_streaming: bool | None = Field(None, description="Changes nothing: arguments always stream.")
     input_examples: list[Any] | None = Field(None, description="Changes nothing.")
+    defer_loading: OnlyFalse | None = Field(None, description="The model sees all tools.")
+    allowed_callers: AllowedCallers = None
 
 
 class AnthropicToolChoice(RequestModel):
@@ -182,6 +184,7 @@ class CountTokensRequest(RequestModel):
         None, description="Switches thinking where the chat template can; changes nothing for others."
     )
     output_config: AnthropicOutput | None = None
+    output_format: AnthropicOutputFormat | None = Field(None, description="The former name of output_config.format.")
     cache_control: CacheControl = None
     context_management: dict[str, Any] | None = Field(
         None, description="Changes nothing: what is sent is what is read."
@@ -234,12 +237,20 @@ def as_chat(
     }
     if body.thinking is not None:
         chat["chat_template_kwargs"] = thinking_switches(settable, on=body.thinking.type != "disabled") or None
-    if body.output_config is not None:
-        if body.output_config.effort is not None and "reasoning_effort" in settable:
-            chat["reasoning_effort"] = body.output_config.effort
-        if body.output_config.format is not None:
-            schema = {"name": "answer", "schema": body.output_config.format.schema_}
-            chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    output = body.output_config
+    if output is not None and output.effort is not None and "reasoning_effort" in settable:
+        chat["reasoning_effort"] = output.effort
+    form = None if output is None else output.format
+    if form is None:
+        names["response_format"] = "output_format"
+    elif body.output_format not in (None, form):
+        raise bad_request(
+            "output_config.format and output_format both say what the answer is: send one of them",
+            param="output_format",
+        )
+    if (form := form or body.output_format) is not None:
+        schema = {"name": "answer", "schema": form.schema_}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(body, MessagesRequest):
         chat |= {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "stream", "request_id")}
         chat |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences or None}

@@ -41,6 +41,7 @@ class TextPart(SentBack):
     type: Literal["text"]
     text: str
     cache_control: CacheControl = None
+    prompt_cache_breakpoint: CacheControl = None
 
 
 class RefusalPart(SentBack):

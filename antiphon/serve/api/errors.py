@@ -190,7 +190,12 @@ def _refusal_of(app: FastAPI, request: Request, error: Exception) -> ApiError:
 def _refusal_of_route(app: FastAPI, request: Request, error: HTTPException) -> ApiError:
     path = shortened(request.scope["path"])
     phrase = http.HTTPStatus(error.status_code).phrase.lower()
-    message = f"{request.method} {path}: {phrase}; this server's paths are listed in /openapi.json"
+    listed = "this server answers chats and continues texts, by the paths that /openapi.json lists"
+    headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+    if error.status_code == 405:  # the router names the methods of one route, and a path may have several
+        headers["allow"] = ", ".join(_methods_of(app, path)) or headers.get("allow", "")
+        phrase += f", allowed are {headers['allow']}"
+    message = f"{request.method} {path}: {phrase}; {listed}"
     without_slash = path.rstrip("/")
     with_version = re.sub("^(/v1)*/", "/v1/", without_slash)
     if error.status_code == 404 and path != without_slash and without_slash in app.openapi()["paths"]:
@@ -200,7 +205,4 @@ def _refusal_of_route(app: FastAPI, request: Request, error: HTTPException) -> A
             f"{request.method} {path}: not found; it is {with_version}: a base URL ends in /v1 for OpenAI's clients,"
             " and without it for Anthropic's"
         )
-    headers = {name.lower(): value for name, value in (error.headers or {}).items()}
-    if error.status_code == 405:  # the router names the methods of one route, and a path may have several
-        headers["allow"] = ", ".join(_methods_of(app, path)) or headers.get("allow", "")
     return ApiError(error.status_code, message, headers=headers)

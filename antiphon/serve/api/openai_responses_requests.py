@@ -17,6 +17,7 @@ from antiphon.base.errors import shortened
 from antiphon.serve.api.chat_messages import (
     TEXT_OR_LIST,
     WORD_OR_CHOICE,
+    CacheControl,
     FunctionName,
     RequestModel,
     SentBack,
@@ -27,11 +28,13 @@ from antiphon.serve.api.errors import bad_request, in_client_words
 from antiphon.serve.api.guard.body import validate
 from antiphon.serve.api.input_limits import MAX_CALLS, InputLimits
 from antiphon.serve.api.requests import (
+    AllowedCallers,
     ChatCompletionRequest,
     Count,
     JsonSchemaDescription,
     Metadata,
     NumLogprobs,
+    OnlyFalse,
     Penalty,
     PlainFormat,
     PositiveCount,
@@ -51,6 +54,7 @@ class ItemPart(SentBack):
     refusal: str | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    prompt_cache_breakpoint: CacheControl = None
 
 
 _PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
@@ -87,12 +91,14 @@ class FunctionCallItem(InputItem):
     name: FunctionName
     namespace: FunctionName | None = None
     arguments: str
+    caller: dict[str, Any] | None = Field(None, description="Changes nothing.")
 
 
 class FunctionOutputItem(InputItem):
     type: Literal["function_call_output"]
     call_id: Annotated[str, Field(max_length=128)]
     output: ItemContent
+    caller: dict[str, Any] | None = Field(None, description="Changes nothing.")
 
 
 class ItemReference(RequestModel):
@@ -126,6 +132,8 @@ class ResponseTool(RequestModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = Field(None, description="Arguments must fit the schema even when the model may choose.")
+    defer_loading: OnlyFalse | None = Field(None, description="The model sees all tools.")
+    allowed_callers: AllowedCallers = None
 
 
 _NO_BUILT_IN = "this server has no built-in tools; leave it out, or describe a function"
@@ -318,7 +326,8 @@ def as_chat(
     chat |= {"messages": [*instructions, *kept], "max_completion_tokens": body.max_output_tokens}
     if body.tools:
         functions = [
-            tool.model_dump(exclude={"type"}, exclude_none=True) | {"name": flat_name(tool.name, namespace)}
+            tool.model_dump(include={"description", "parameters", "strict"}, exclude_none=True)
+            | {"name": flat_name(tool.name, namespace)}
             for namespace, tool in body.functions()
         ]
         chat["tools"] = [{"type": "function", "function": function} for function in functions]

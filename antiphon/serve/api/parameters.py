@@ -161,7 +161,7 @@ def _of_completion(request: CompletionRequest, room: int) -> tuple[int, int | No
 
 def _of_chat(context: ApiContext, request: ChatCompletionRequest, room: int) -> tuple[int, int | None, int | None]:
     """As `_of_completion`."""
-    if None not in (request.max_tokens, request.max_completion_tokens):
+    if len({request.max_tokens, request.max_completion_tokens} - {None}) > 1:
         raise bad_request("max_tokens and max_completion_tokens mean the same: send one of them", param="max_tokens")
     if request.top_logprobs and not request.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -374,12 +374,12 @@ def _answer_format(request: GenerationRequest) -> tuple[_Grammar | None, str]:
         for param, make, value in asked
         if value is not None
     ]
-    if len(wanted) > 1:
-        first, second = wanted[0][0], wanted[1][0]
-        raise bad_request(f"{first} and {second} both say what the answer is: send one of them", param=second)
     if not wanted:
         return None, ""
-    ((param, make, value),) = wanted
+    param, make, value = wanted[0]
+    for other, *wish in wanted[1:]:
+        if wish != [make, value]:  # clients of several servers say the same by several names
+            raise bad_request(f"{param} and {other} both say what the answer is: send one of them", param=other)
     return partial(make, value), param
 
 

@@ -129,6 +129,10 @@ def _no_number(value: Any) -> Any:
     return None if value is None else value if isinstance(value, bool) else str(value)
 
 
+AllowedCallers = Annotated[
+    Annotated[list[Literal["direct"]], Field(max_length=8, fail_fast=True)] | None,
+    Field(description="The model itself: no programs run here that could call a tool."),
+]
 OnlyFalse = Annotated[Literal[False], BeforeValidator(_no_number)]
 
 

@@ -17,6 +17,7 @@ crash) and waits without an end for idle connections.
 import asyncio
 import errno
 import gc
+import inspect
 import logging
 import math
 import re
@@ -69,6 +70,9 @@ _BACKLOG = 2048
 _TICKS_PER_SECOND = 10  # uvicorn's
 _MOST_GROWTH_BYTES = 128 * 1024 * 1024
 _NEVER = 2**31 - 1
+# A page of the internet asks whether it may use a server of this network. Older releases do not refuse it.
+_HAS_FROM_OUTSIDE = "allow_private_network" in inspect.signature(CORSMiddleware).parameters
+_FROM_OUTSIDE: dict[str, Any] = {"allow_private_network": True} if _HAS_FROM_OUTSIDE else {}
 _REQUEST_MODELS: tuple[type[RequestModel], ...] = (
     CompletionRequest,
     ChatCompletionRequest,
@@ -118,6 +122,7 @@ def create_app(
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("x-request-id", "request-id", "retry-after"),
+            **_FROM_OUTSIDE,
         )
     app.add_middleware(entry_middleware, root_path=settings.root_path)  # the outermost: the last that is added
     description = _describe(app, with_keys=bool(settings.api_keys))

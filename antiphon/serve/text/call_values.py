@@ -152,7 +152,7 @@ def resolved(schema: Any, root: dict[str, Any]) -> Any:
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
             return schema
-        schema = root if reference.startswith("#") else None
+        schema = root if reference.startswith(("#", "/")) else None  # LiteLLM leaves the # out
         for step in reference.removeprefix("#").split("/")[1:]:
             schema = schema.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(schema, dict) else None
     return None

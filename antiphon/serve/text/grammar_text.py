@@ -22,10 +22,10 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from antiphon.base.errors import UserError
 from antiphon.serve.text.call_values import property_types, resolved
+from antiphon.serve.text.client_schema import MAX_CHARACTERS, schema_text
 from antiphon.serve.text.dialects import CHANNEL, CONSTRAIN, MESSAGE, START, CallFormat, Dialect
 
 _WHITE_SPACE = r"[ \n\r\t]{0,32}"
-_MAX_CHARACTERS = 256 * 1024
 ANSWER = "answer"  # the grammar of an answer without calls, beside these rules
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _KEY = "/[A-Za-z0-9_.-]{1,128}/"
@@ -33,34 +33,9 @@ _ANY_TEXT = r"(.|\n)*"
 _NO_CALL = r"/([^{\[ \n\r\t](.|\n)*)?/"  # text that begins as none of the formats without marks
 
 
-def _limited_json(schema: dict[str, Any], more: dict[str, Any] | None = None) -> str:
-    """The text of a client's schema, with `more` beside its keywords; `UserError` if it is too long. Its length is
-    estimated first: writing millions of characters holds up all threads."""
-    num_characters, values = 0, [schema]
-    while values and num_characters <= _MAX_CHARACTERS:
-        value: Any = values.pop()
-        if isinstance(value, dict):
-            num_characters += sum(map(len, value)) + 6 * len(value)
-            values.extend(value.values())
-        elif isinstance(value, list):
-            num_characters += 2 * len(value)
-            values.extend(value)
-        else:
-            num_characters += len(value) + 2 if isinstance(value, str) else 1
-    if num_characters <= _MAX_CHARACTERS:
-        try:
-            text = json.dumps(schema | (more or {}), ensure_ascii=False)
-        except RecursionError as error:
-            raise UserError("the JSON schema cannot be used: it is nested too deeply; use $defs and $ref") from error
-        num_characters = len(text)
-    if num_characters > _MAX_CHARACTERS:
-        raise UserError(f"the JSON schema is too long: at most {_MAX_CHARACTERS} characters are allowed")
-    return text
-
-
 def json_grammar(schema: dict[str, Any]) -> str:
     """llguidance's grammar of JSON that fits `schema`; `UserError` for what shows without building it."""
-    text = _limited_json(schema)
+    text = schema_text(schema)
     try:
         grammar: str = llguidance.LLMatcher.grammar_from_json_schema(
             text, defaults={"whitespace_pattern": _WHITE_SPACE}, overrides={"lenient": False}
@@ -73,8 +48,8 @@ def json_grammar(schema: dict[str, Any]) -> str:
 def lark_grammar(make_rules: Callable[[], str]) -> str:
     """llguidance's grammar of rules in its form of Lark; `UserError` for what shows without building it."""
     rules = make_rules()
-    if len(rules) > _MAX_CHARACTERS:
-        raise UserError(f"the grammar has {len(rules)} characters: at most {_MAX_CHARACTERS} are allowed")
+    if len(rules) > MAX_CHARACTERS:
+        raise UserError(f"the grammar has {len(rules)} characters: at most {MAX_CHARACTERS} are allowed")
     try:
         grammar: str = llguidance.LLMatcher.grammar_from_lark(rules)
     except ValueError as error:
@@ -182,15 +157,13 @@ class _RuleWriter:
         self.spelling = spelling
         self.spell = spelling.text
         self.rules: list[str] = []
-        self._num_left = _MAX_CHARACTERS
+        self._num_left = MAX_CHARACTERS
 
     def rule(self, body: str, *, options: str = "") -> str:
         """The name of a new rule."""
         self._num_left -= len(body)
         if self._num_left < 0:  # before more of them take memory
-            raise UserError(
-                f"the JSON schemas of the tools are too long: at most {_MAX_CHARACTERS} characters of rules"
-            )
+            raise UserError(f"the JSON schemas of the tools are too long: at most {MAX_CHARACTERS} characters of rules")
         name = f"r{len(self.rules)}"
         self.rules.append(f"{name}{options}: {body}")
         return name
@@ -349,7 +322,7 @@ def _json(writer: _RuleWriter, schema: dict[str, Any]) -> str:
     """A schema inside rules, with the same limits as `json_grammar`: nothing that cannot be enforced, little white
     space."""
     limits = {"lenient": False, "whitespace_pattern": _WHITE_SPACE}
-    return writer.rule(f"%json {_limited_json(schema, {'x-guidance': limits})}")
+    return writer.rule(f"%json {schema_text(schema, {'x-guidance': limits})}")
 
 
 # --- messages on channels ---------------------------------------------------------------------------------------------

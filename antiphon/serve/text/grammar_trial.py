@@ -240,6 +240,8 @@ def reason_of(matcher: Any) -> str | None:
     if has_schema:  # behind it stand all the rules around the schema, which are not the client's
         reason = f"a JSON schema in it: {_LISTED_RULES.split(of_schema)[0]}"
     short = " ".join(_OPTION.sub(": use anyOf", reason).split())[:_MAX_REASON_CHARACTERS]
+    if "Unimplemented keys" in short:
+        return f"{short}: leave them out"
     if short.startswith("NoExtension"):
         return "no text can satisfy it; does a $ref lead back to itself?"
     if _TOO_MANY_ITEMS.match(short):

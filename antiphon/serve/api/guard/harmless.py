@@ -4,9 +4,9 @@ Clients send defaults along: `tools: []`, `best_of: 1`, `use_beam_search: false`
 anyway, so it is accepted and taken out of the request. Any other value cannot be obeyed and is refused, with the values
 that are accepted and the reason. Null means absent, always.
 
-The names are those of OpenAI's API and of vLLM's and SGLang's servers. A name that is a field of the request's model
-is obeyed, whatever this table says of it. Rejected: ignoring what is not known; a client would never learn that its
-request was not obeyed.
+The names are those of OpenAI's and Anthropic's APIs and of vLLM's and SGLang's servers. A name that is a field of the
+request's model is obeyed, whatever this table says of it. Rejected: ignoring what is not known; a client would never
+learn that its request was not obeyed.
 """
 
 import json
@@ -35,6 +35,7 @@ class Harmless:
 
 
 _ONLY_TEXT = "this server reads and writes text only"
+_NO_TOOLS = "this server runs no tools itself"
 _ONLY_CHAT = "only /v1/chat/completions has it"
 _GRAMMAR = "use response_format"
 _CACHE = "prefixes are cached by their content alone"
@@ -47,6 +48,8 @@ HARMLESS: dict[str, Harmless] = {
     # OpenAI
     "audio": Harmless((), _ONLY_TEXT),
     "background": Harmless((False,), "answers are not made in the background"),
+    "context_management": Harmless(([],), "what is sent is what is read"),
+    "conversation": Harmless((), "conversations are not kept, but answers of /v1/responses are"),
     "function_call": Harmless(("none", "auto"), "on /v1/chat/completions it is called tool_choice"),
     "functions": Harmless(([],), "on /v1/chat/completions they are called tools"),
     "max_completion_tokens": Harmless((), "on /v1/completions it is called max_tokens"),
@@ -54,6 +57,7 @@ HARMLESS: dict[str, Harmless] = {
     "moderation": Harmless((), "moderation is not supported"),
     "parallel_tool_calls": Harmless((True, False), _ONLY_CHAT),
     "prediction": Harmless((), "predicted outputs are not supported"),
+    "prompt": Harmless((), "only /v1/completions has it, and prompts are not stored"),
     # How long a prefix stays is up to the memory here; a retention is the most that a client allows.
     "prompt_cache_options": Harmless(({}, {"mode": "implicit"}, {"mode": "implicit", "ttl": "30m"}), _CACHE),
     "prompt_cache_retention": Harmless(("in_memory", "in-memory", "24h"), _CACHE),
@@ -66,6 +70,11 @@ HARMLESS: dict[str, Harmless] = {
     "top_logprobs": Harmless((), "on /v1/completions, logprobs is the number of alternatives"),
     "verbosity": Harmless(("medium",), "say it in the prompt"),
     "web_search_options": Harmless((), "web search is not supported"),
+    # Anthropic
+    "compaction": Harmless((), "conversations are not summarized"),
+    "container": Harmless((), _NO_TOOLS),
+    "diagnostics": Harmless((), _REPORT),
+    "fallbacks": Harmless(([], "default"), "there is only one model"),
     # vLLM and SGLang: sampling
     "custom_logit_processor": Harmless((), "code from requests is not run"),
     "early_stopping": Harmless((False,), "beam search is not supported"),
@@ -78,7 +87,7 @@ HARMLESS: dict[str, Harmless] = {
     "watermark": Harmless((), "watermarks are not supported"),
     "watermarking": Harmless((False,), "watermarks are not supported"),
     # grammars
-    "guided_decoding_backend": Harmless((), _GRAMMAR),
+    "guided_decoding_backend": Harmless(("auto", "guidance"), "grammars are followed by llguidance"),
     "guided_whitespace_pattern": Harmless((), _GRAMMAR),
     # prompts and text
     "add_generation_prompt": Harmless((), _ONLY_CHAT),
