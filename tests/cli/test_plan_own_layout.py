@@ -135,7 +135,7 @@ def test_a_model_nobody_runs_is_planned_with_what_is_given(
     antiphon.refuses(1, missing, path, "--cluster", cluster)
     text = " ".join(antiphon.plans(path, "--cluster", cluster, "--model-set", "num_experts=5").split())
     assert "model_type = 'week' does not run here" in text
-    assert "nobody knows here what it is: num_lanes" in text
+    assert "of config.json not counted, because it is unknown here: num_lanes" in text
     unlike = r"week has layers with a state .*: --phase train cannot price that, plan --phase decode, prefill or both"
     changes = ("--model-set", "num_experts=5", "--model-set", "attn_layer_period=2", "--model-set", "mamba_d_state=16")
     train = ("--phase", "train", "--sequence-length", "1024", "--global-batch", "8")

@@ -171,12 +171,12 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"metadata": {str(n): "a" for n in range(17)}}, "metadata", "at most 16 items"),
     ({"prompt_cache_retention": "48h"}, "prompt_cache_retention", 'send null, "in_memory", "in-memory" or "24h"'),
     ({"audio": {}}, "audio", "leave it out or send null"),
-    ({"prompt": "x"}, "prompt", "unknown parameter"),
+    ({"prompt": "x"}, "prompt", "only /v1/completions has it"),
     ({"echo": True}, "echo", "needs continue_final_message"),
     ({"logprobs": 5}, "logprobs", "valid boolean"),
     ({"top_logprobs": 5}, "top_logprobs", "needs logprobs"),
     ({"max_tokens": 0}, "max_tokens", "at least 1 token"),
-    ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens", "send one of them"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "send one of them"),
     ({"max_completion_tokens": 1000}, "max_tokens", "maximum context length is 256"),
 ]  # fmt: skip
 
