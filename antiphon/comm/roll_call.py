@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -127,13 +128,13 @@ class RollCall:
         self._processes |= {rank: RankProcess.read(text.decode()) for rank, text in enumerate(texts)}
 
     def refuse(self, why: str) -> None:
-        """In the place of `await_all`: this rank does not begin, and the others are told. Rank 0, whose store it is,
+        """In the place of `await_all`: this rank does not begin, and says so to the others. Rank 0, whose store it is,
         waits a moment for them."""
         self._store.compare_set(_REFUSED, "", f"rank {self._rank} does not begin: {why}")
         self._store.set(f"heard/{self._rank}", "")
-        end_s, all_heard = time.monotonic() + SOON_S, [f"heard/{each}" for each in range(self._ranks)]
-        while self._rank == 0 and time.monotonic() < end_s and not self._store.check(all_heard):
-            time.sleep(0.05)
+        if self._rank == 0:
+            with suppress(RuntimeError):  # not all were waiting
+                self._store.wait([f"heard/{each}" for each in range(self._ranks)], timedelta(seconds=SOON_S))
 
     def _refuse_other_run(self, own: RankProcess, address: str) -> None:
         ranks = self._store.compare_set("ranks", "", str(self._ranks)).decode()

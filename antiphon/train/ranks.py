@@ -148,15 +148,15 @@ def join(sizes: Sizes, communication: CommunicationConfig = CommunicationConfig(
 
 
 @contextmanager
-def refusal_told() -> Iterator[None]:
-    """Within it, before `join`, what this rank refuses is told to the others, which wait for it."""
+def refusal_shared() -> Iterator[None]:
+    """Within it, before `join`, what this rank refuses is said to the others, which wait for it."""
     try:
         yield
     except UserError as error:
         host, ranks = os.environ.get("MASTER_ADDR", ""), world_size()
         if ranks > 1 and host and os.environ.get(_LAUNCHERS_STORE) != str(True):
             own, port = rank(), _variable("MASTER_PORT", 1, _MOST_PORT)
-            _log.error("rank %d does not begin: the other ranks are told, for %.0f s at most", own, SOON_S)
+            _log.error("rank %d does not begin: it says so to the other ranks, for %.0f s at most", own, SOON_S)
             with suppress(RuntimeError, UserError):  # they are not there, or end for the same reason
                 if own == 0:
                     _refuse_taken(port)

@@ -32,7 +32,17 @@ from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.measured_choices import DispatchChoice, Packing, choose_dispatch, with_choice, with_expert
 from antiphon.train.memory import check_memory, dropped_to_fit, setup_of, tensors_of
 from antiphon.train.model import MoeModel, experts_axis
-from antiphon.train.ranks import gathered, join, local_rank, local_ranks, rank, refusal_told, sizes_of, sums, world_size
+from antiphon.train.ranks import (
+    gathered,
+    join,
+    local_rank,
+    local_ranks,
+    rank,
+    refusal_shared,
+    sizes_of,
+    sums,
+    world_size,
+)
 from antiphon.train.resume import Former
 from antiphon.train.run_folder import OutputLock, check_boards, write_run_facts
 from antiphon.train.samples import Samples, StreamedSamples
@@ -73,7 +83,7 @@ def prepare(config: TrainConfig, plan: TrainingPlan | None = None, allowed: Coll
     """Check what can be checked, join the other ranks, write the token ids and `run.json`. Waits for all ranks. `plan`:
     the one that `config` obeys, for the page that closes the run. `allowed`: keys that may differ from the run that
     this one goes on with."""
-    with refusal_told():
+    with refusal_shared():
         lock = OutputLock(Path(config.output.folder)) if rank() == 0 else None
     try:
         return _prepared(config, plan, allowed, lock)
@@ -87,7 +97,7 @@ def _prepared(
     config: TrainConfig, plan: TrainingPlan | None, allowed: Collection[str], lock: OutputLock | None
 ) -> TrainingRun:
     path = Path(config.model.path)
-    with refusal_told():
+    with refusal_shared():
         former = Former(config, allowed)
         config = former.config(config)
         spec = load_model_spec(path)
