@@ -9,7 +9,7 @@
 #pragma once
 
 #include "kernels/block_product.h"
-#include "kernels/scratch.h"
+#include "kernels/rows.h"
 #include "kernels/weight_product.h"
 #include "kernels/weight_reader.h"
 
@@ -25,16 +25,22 @@ constexpr int64_t most_coded_rows = 24;  // that multiply codes in registers: ab
 template <class Arch, class E>
 constexpr bool multiplies_codes = E::type == ElementType::bf16 && (Arch::has_tiles || Arch::Vector::has_bf16_dot);
 
-// The type of rows that a weight is multiplied with. Runs of a whole number of tiles need no remainder.
+// Runs of a whole number of steps of this many columns need no remainder.
+inline bool has_runs_of(const PackedFormat& format, int64_t columns, int64_t inner) {
+    return format.group % columns == 0 || format.group >= inner;
+}
+
+// The type of rows that a weight is multiplied with. Tiles take 32 columns of a run at a time, vectors 16.
 template <class Arch, class E>
 ElementType operand_type(const PackedFormat& format, int64_t inner) {
     if (!format.is_quantized()) return E::type;
-    const bool whole_tiles = format.group % Bf16::inner_multiple == 0 || format.group >= inner;
-    return multiplies_codes<Arch, E> && whole_tiles ? ElementType::bf16 : ElementType::fp32;
+    constexpr int64_t columns = Arch::Vector::has_bf16_dot ? panel_width : Bf16::inner_multiple;
+    return multiplies_codes<Arch, E> && has_runs_of(format, columns, inner) ? ElementType::bf16 : ElementType::fp32;
 }
 
 // Columns [first, end) of one scale, and where a panel keeps them: bytes from its start.
 struct Run {
+    int64_t index;   // among the runs of a row
     int64_t first;
     int64_t end;
     int64_t header;  // scales, then zero points or offsets
@@ -51,17 +57,25 @@ class Runs {
           header_bytes_(weight.format.scale_bytes() + weight.format.offset_bytes()),
           group_bytes_(weight.format.group_bytes()),
           step_bytes_(weight.format.step_bytes()) {
-        const int64_t index = first / group_;
-        group_end_ = (index + 1) * group_;
-        run_.header = index * group_bytes_;
-        begin(first, run_.header + header_bytes_ + (first - index * group_) * step_bytes_);
+        const int64_t group = first / group_;
+        group_end_ = (group + 1) * group_;
+        run_.index = group * divide_up(group_, longest_run) + (first - group * group_) / longest_run;
+        run_.header = group * group_bytes_;
+        begin(first, run_.header + header_bytes_ + (first - group * group_) * step_bytes_);
     }
     const Run& run() const { return run_; }
     ANTIPHON_INLINE void advance() {
+        ++run_.index;
         if (run_.end < group_end_) return begin(run_.end, run_.codes + (run_.end - run_.first) * step_bytes_);
         group_end_ += group_;
         run_.header += group_bytes_;
         begin(run_.end, run_.header + header_bytes_);
+    }
+
+    // Of a whole row.
+    static int64_t count(const PackedMatrix& weight) {
+        const int64_t group = weight.format.group;
+        return weight.inner / group * divide_up(group, longest_run) + divide_up(weight.inner % group, longest_run);
     }
 
   private:
@@ -191,19 +205,32 @@ ANTIPHON_INLINE void walk_run(const Codes& codes, const typename V::B& table, co
     }
 }
 
-template <class V>
-ANTIPHON_INLINE float sum_of_row(const char* row, int64_t num_columns) {
+template <class V, class T>
+ANTIPHON_INLINE float sum_of_row(const T* values, int64_t num_columns) {
     auto sum = V::zero();
-    const auto* values = reinterpret_cast<const uint16_t*>(row);
     for (int64_t i = 0; i < num_columns; i += panel_width) sum = V::add(sum, V::load(values + i));
     return V::reduce_add(sum);
 }
 
-// The sum of a run's columns of one row of a product.
-template <class V>
-ANTIPHON_INLINE float sum_of_run(const WeightProduct& product, int64_t row, const Run& run) {
-    const char* first = product.rows + row * static_cast<int64_t>(product.row_bytes) + run.first * 2;
-    return sum_of_row<V>(first, run.end - run.first);
+// The sums of the rows over each run's columns, [runs][rows] in the caller's scratch, where `weight` has offsets and is
+// multiplied as codes; else null. They are made once for all outputs.
+template <class Arch, class E>
+const float* sums_of_runs(const PackedMatrix& weight, const Rows& rows, ThreadPool& pool) {
+    if (!multiplies_codes<Arch, E> || weight.format.type != E::type) return nullptr;
+    if (weight.format.offset == OffsetKind::none) return nullptr;
+    float* sums = Scratch::get<float>(ScratchUse::run_sums, static_cast<size_t>(Runs::count(weight) * rows.count));
+    pool.for_each(divide_up(rows.count, rows_worth_a_thread), [&](int64_t item) {
+        const int64_t end = smaller(rows.count, (item + 1) * rows_worth_a_thread);
+        for (int64_t row = item * rows_worth_a_thread; row < end; ++row) {
+            const auto* values = row_at<E>(rows, row);
+            for (Runs runs(weight, 0); runs.run().first < weight.inner; runs.advance()) {
+                const Run& run = runs.run();
+                sums[run.index * rows.count + row] =
+                    sum_of_row<typename Arch::Vector>(values + run.first, run.end - run.first);
+            }
+        }
+    });
+    return sums;
 }
 
 // What the sum over a group's columns of `row` is multiplied with, beside those over the products.
@@ -215,11 +242,11 @@ ANTIPHON_INLINE typename V::F offset_of(const PackedFormat& format, const char* 
 }
 
 // Adds what a run gave to the sums of rows and panels: products(m, n) are the unscaled sums of row m and panel n, and
-// add(m, n, factor, value, begun) adds their product to a sum, which is 0 so far unless it has begun. row_sum(m): of the
-// run's columns of row m.
-template <class V, int num_panels, class EachRow, class Products, class RowSum, class Add>
-ANTIPHON_INLINE void add_run(const WeightProduct& product, int first_panel, const Run& run, const EachRow& each_row,
-                             const Products& products, const RowSum& row_sum, const Add& add) {
+// add(m, n, factor, value, begun) adds their product to a sum, which is 0 so far unless it has begun. Rows count from
+// `first_row`.
+template <class V, int num_panels, class EachRow, class Products, class Add>
+ANTIPHON_INLINE void add_run(const WeightProduct& product, int64_t first_row, int first_panel, const Run& run,
+                             const EachRow& each_row, const Products& products, const Add& add) {
     const PackedFormat& format = product.weight->format;
     const int64_t stride = product.weight->panel_stride;
     const char* header = product.group + first_panel * stride + run.header;
@@ -232,8 +259,9 @@ ANTIPHON_INLINE void add_run(const WeightProduct& product, int first_panel, cons
     });
     if (format.offset == OffsetKind::none) return;
     for (int n = 0; n < num_panels; ++n) scale[n] = offset_of<V>(format, header + n * stride, scale[n]);
+    const float* row_sums = product.run_sums + run.index * product.all_rows + product.first_row + first_row;
     each_row([&](auto m) __attribute__((always_inline)) {
-        const auto sum = V::set1(row_sum(m));
+        const auto sum = V::set1(row_sums[m]);
         unrolled<num_panels>([&](auto n) __attribute__((always_inline)) { add(m, n, scale[n], sum, true); });
     });
 }
@@ -244,8 +272,6 @@ struct CodedTile {
     int first_panel = 0;
     int64_t first;
     int64_t end;
-    const float* run_sums = nullptr;  // [rows of the product][runs], where they are known
-    int64_t num_runs = 0;
 };
 
 // A register tile against codes: columns [first, end), run by run. Where registers suffice, the sums of all runs stay in
@@ -273,7 +299,6 @@ void multiply_coded_tile(const WeightProduct& product, const Codes& codes, const
     if constexpr (keeps_sums) {
         each_sum([&](auto m, auto n) __attribute__((always_inline)) { sums[m][n] = sum_at(m, n, at.first > 0); });
     }
-    const float* run_sums = at.run_sums != nullptr ? at.run_sums + at.first_row * at.num_runs : nullptr;
     for (Runs runs(*product.weight, at.first); runs.run().first < at.end; runs.advance()) {
         const Run& run = runs.run();
         typename V::F acc[num_rows][num_panels];
@@ -299,11 +324,7 @@ void multiply_coded_tile(const WeightProduct& product, const Codes& codes, const
                 V::store(place_of(m, n), V::fma(factor, value, sum_at(m, n, begun)));
             }
         };
-        const auto row_sum = [&](auto m) __attribute__((always_inline)) {
-            return run_sums != nullptr ? run_sums[m * at.num_runs] : sum_of_run<V>(product, at.first_row + m, run);
-        };
-        add_run<V, num_panels>(product, at.first_panel, run, each_row, products, row_sum, add);
-        if (run_sums != nullptr) ++run_sums;
+        add_run<V, num_panels>(product, at.first_row, at.first_panel, run, each_row, products, add);
     }
     if constexpr (keeps_sums) {
         each_sum([&](auto m, auto n) __attribute__((always_inline)) { V::store(place_of(m, n), sums[m][n]); });
@@ -373,22 +394,6 @@ void unpack_codes(const WeightProduct& product, int64_t first, int64_t end, char
     }
 }
 
-// Columns [first, end) with the sums of their runs, where the format has offsets: once for all panels.
-template <class V>
-CodedTile summed(const WeightProduct& product, int64_t first, int64_t end) {
-    CodedTile tile{.first = first, .end = end};
-    if (product.weight->format.offset == OffsetKind::none) return tile;
-    tile.num_runs = divide_up(end - first, smaller(product.weight->format.group, longest_run));
-    float* sums = Scratch::get<float>(ScratchUse::run_sums, product.num_rows * tile.num_runs);
-    tile.run_sums = sums;
-    for (int64_t row = 0; row < product.num_rows; ++row) {
-        for (Runs runs(*product.weight, first); runs.run().first < end; runs.advance()) {
-            *sums++ = sum_of_run<V>(product, row, runs.run());
-        }
-    }
-    return tile;
-}
-
 // Rows in tiles over one run of codes in the cache; sums of a tile are scaled when the run ends.
 template <class Arch>
 void multiply_in_tiles(const WeightProduct& product, const char* codes, int64_t stride, const Run& run) {
@@ -417,8 +422,7 @@ void multiply_in_tiles(const WeightProduct& product, const char* codes, int64_t 
                 for (int64_t m = 0; m < num_rows; ++m) body(m);
             };
             const auto product_at = [&](int64_t m, int) { return V::load(products + m * group_width + n * panel_width); };
-            const auto row_sum = [&](int64_t m) { return sum_of_run<V>(product, row + m, run); };
-            add_run<V, 1>(product, n, run, each_row, product_at, row_sum,
+            add_run<V, 1>(product, row, n, run, each_row, product_at,
                           [&](int64_t m, int, typename V::F factor, typename V::F value, bool begun) {
                 float* sum = product.sums + (row + m) * group_width + n * panel_width;
                 V::store(sum, V::fma(factor, value, begun ? V::load(sum) : V::zero()));
@@ -431,8 +435,9 @@ template <class Arch, class Reader>
 void multiply_codes(const WeightProduct& product) {
     using V = typename Arch::Vector;
     const PackedMatrix& weight = *product.weight;
-    if constexpr (!Arch::has_tiles) {
-        if (product.num_rows <= most_coded_rows) {
+    const bool in_tiles = Arch::has_tiles && has_runs_of(weight.format, Bf16::inner_multiple, weight.inner);
+    if constexpr (V::has_bf16_dot) {
+        if (!in_tiles && product.num_rows <= most_coded_rows) {
             const char* after = product.next != nullptr ? product.next : product.group;
             const int widest = product.num_rows <= most_tile_sums / group_panels ? group_panels : group_panels / 2;
             return multiply_coded_rows<V>(product, {.first = 0, .end = weight.inner}, widest, [&](int panel, int end_panel) {
@@ -446,16 +451,18 @@ void multiply_codes(const WeightProduct& product) {
     for (Runs runs(weight, 0); runs.run().first < weight.inner;) {
         const Run run = runs.run();
         int64_t end = run.end;
-        for (runs.advance(); !Arch::has_tiles && end < weight.inner && runs.run().end - run.first <= longest_run; runs.advance()) {
+        for (runs.advance(); !in_tiles && end < weight.inner && runs.run().end - run.first <= longest_run; runs.advance()) {
             end = runs.run().end;
         }
         const int64_t stride = round_up(end - run.first, Bf16::inner_multiple) / Bf16::per_step * panel_bytes;
         unpack_codes<V, Reader>(product, run.first, end, block, stride);
         if constexpr (Arch::has_tiles) {
-            multiply_in_tiles<Arch>(product, block, stride, run);
-        } else {
+            if (in_tiles) multiply_in_tiles<Arch>(product, block, stride, run);
+        }
+        if constexpr (V::has_bf16_dot) {
+            if (in_tiles) continue;
             const int widest = end > run.end ? 1 : group_panels / 2;  // of several runs, sums stay in registers
-            multiply_coded_rows<V>(product, summed<V>(product, run.first, end), widest, [&](int panel, int) {
+            multiply_coded_rows<V>(product, {.first = run.first, .end = end}, widest, [&](int panel, int) {
                 return CachedCodes{block + panel * stride, run.first, stride};
             });
         }

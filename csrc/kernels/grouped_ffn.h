@@ -116,6 +116,7 @@ template <class Arch, class E, class To>
 void gate_up_groups(const GroupedFfnCall& call, const ExpertPairs& pairs, const Rows& x, To* hidden,
                     ThreadPool& pool) {
     const ExpertWeights& experts = call.experts;
+    const float* run_sums = sums_of_runs<Arch, E>(experts.gate_up(0), x, pool);
     const size_t row_bytes = static_cast<size_t>(x.stride) * element_bytes(experts.gate_up_format.type);
     const int64_t num_groups = experts.num_gate_up_groups();
     const int64_t hidden_stride = experts.hidden_stride();
@@ -142,6 +143,9 @@ void gate_up_groups(const GroupedFfnCall& call, const ExpertPairs& pairs, const 
                 .num_panels = num_panels,
                 .steps = weight.steps,
                 .next = next,
+                .run_sums = run_sums,
+                .all_rows = pairs.num_pairs,
+                .first_row = row,
                 .sums = sums,
             });
             activate_group<typename Arch::Vector>(experts, experts.gate_up_bias(pairs.touched[index], group), sums,
@@ -169,11 +173,12 @@ void add_weighted(const float* products, const float* bias, const ExpertPairs& p
 
 // Phase 2 for one group of 64 output columns.
 template <class Arch, class E>
-void down_group(const GroupedFfnCall& call, const ExpertPairs& pairs, const char* hidden, int64_t group) {
+void down_group(const GroupedFfnCall& call, const ExpertPairs& pairs, const Rows& hidden, const float* run_sums,
+                int64_t group) {
     using V = typename Arch::Vector;
     using T = typename E::Storage;
     const ExpertWeights& experts = call.experts;
-    const size_t row_bytes = static_cast<size_t>(experts.hidden_stride()) * element_bytes(experts.down_format.type);
+    const size_t row_bytes = static_cast<size_t>(hidden.stride) * element_bytes(experts.down_format.type);
     const int64_t num_tokens = call.x.count;
     float* products = Scratch::get<float>(ScratchUse::products, rows_per_chunk * group_width);
     float* sums = Scratch::get<float>(ScratchUse::sums, static_cast<size_t>(num_tokens * group_width));
@@ -185,13 +190,16 @@ void down_group(const GroupedFfnCall& call, const ExpertPairs& pairs, const char
             const int64_t num_rows = smaller(rows_per_chunk, pairs.starts[index + 1] - row);
             multiply_weight<Arch, E>({
                 .weight = &weight,
-                .rows = hidden + static_cast<size_t>(row) * row_bytes,
+                .rows = static_cast<const char*>(hidden.data) + static_cast<size_t>(row) * row_bytes,
                 .row_bytes = row_bytes,
                 .num_rows = num_rows,
                 .group = weight.group(group),
                 .num_panels = weight.group_size(group),
                 .steps = weight.steps,
                 .next = last ? nullptr : experts.down(pairs.touched[index + 1]).group(group),
+                .run_sums = run_sums,
+                .all_rows = pairs.num_pairs,
+                .first_row = row,
                 .sums = products,
             });
             add_weighted<V>(products, experts.down_bias(pairs.touched[index], group), pairs, row, num_rows, sums);
@@ -220,10 +228,10 @@ void run_experts(const GroupedFfnCall& call, const ExpertPairs& pairs, const Row
         std::memset(hidden + pair * hidden_stride + written, 0, static_cast<size_t>(read - written) * sizeof(To));
     }
     gate_up_groups<Arch, E>(call, pairs, x, hidden, pool);
+    const Rows activations{hidden, pairs.num_pairs, hidden_stride};
+    const float* run_sums = sums_of_runs<Arch, E>(experts.down(0), activations, pool);
     const int64_t num_groups = divide_up(experts.hidden, group_width);
-    pool.for_each(num_groups, [&](int64_t group) {
-        down_group<Arch, E>(call, pairs, reinterpret_cast<const char*>(hidden), group);
-    });
+    pool.for_each(num_groups, [&](int64_t group) { down_group<Arch, E>(call, pairs, activations, run_sums, group); });
 }
 
 template <class Arch, class E>

@@ -34,6 +34,7 @@ void linear(const LinearCall& call, ThreadPool& pool) {
     const bool widens = weight.format.type != E::type;
     const Rows x = widens ? rows_for<V, E, float>(weight, call.x, pool)
                           : rows_for<V, E, typename E::Storage>(weight, call.x, pool);
+    const float* run_sums = sums_of_runs<Arch, E>(weight, x, pool);
     const size_t row_bytes = static_cast<size_t>(x.stride) * element_bytes(weight.format.type);
     const int64_t num_chunks = divide_up(x.count, rows_per_chunk);
     const int64_t num_items = weight.num_groups() * num_chunks;
@@ -53,6 +54,9 @@ void linear(const LinearCall& call, ThreadPool& pool) {
             .num_panels = weight.group_size(group),
             .steps = weight.steps,
             .next = more ? weight.group(group + 1) : nullptr,
+            .run_sums = run_sums,
+            .all_rows = x.count,
+            .first_row = first_row,
             .sums = sums,
         });
         if (call.out_fp32) {

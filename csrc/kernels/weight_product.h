@@ -27,7 +27,10 @@ struct WeightProduct {
     int num_panels;
     int64_t steps;     // of the inner dimension; panels lie that far apart
     const char* next;  // the group this thread reads after this one, with panels as far apart; or null
-    float* sums;       // [num_rows][group_width]
+    const float* run_sums;  // [runs][all_rows]: sums_of_runs (coded_product.h), or null
+    int64_t all_rows;
+    int64_t first_row;  // of this product among all
+    float* sums;        // [num_rows][group_width]
 };
 
 // Steps [first, first + steps) of every panel; ahead of step s, `lead` steps on, is prefetched.

@@ -16,6 +16,7 @@ FORMATS = {
     "int8 row": WeightFormat(codes="int8", columns_per_scale=None),
     "int8 g32": WeightFormat(codes="int8", columns_per_scale=32, scale_dtype=torch.float16),
     "int8 g128 zeros": WeightFormat(codes="int8", columns_per_scale=128, scale_dtype=torch.bfloat16, offset="zeros"),
+    "int8 g16": WeightFormat(codes="int8", columns_per_scale=16),
     "int8 g16 offsets": WeightFormat(codes="int8", columns_per_scale=16, offset="offsets"),
     "int8 g5": WeightFormat(codes="int8", columns_per_scale=5),
     "int4 row": WeightFormat(codes="int4", columns_per_scale=None, scale_dtype=torch.float16),
