@@ -33,6 +33,7 @@ class SourceAddresses:
         row_bytes: int,
         scales_address: int = 0,
         offsets_address: int = 0,
+        units_address: int = 0,
         scale_stride: int = 0,
     ) -> None: ...
 
@@ -45,6 +46,7 @@ def read_ggml_rows(
     codes_address: int,
     scales_address: int,
     offsets_address: int,
+    units_address: int,
 ) -> None: ...
 
 class PackedLinear:

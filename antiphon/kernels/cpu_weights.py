@@ -61,21 +61,22 @@ class CpuSource:
                 raise ValueError(f"{name} is {matrix.dtype} in the layout {matrix.layout}: give dense floats")
             matrix = matrix.detach().to(device="cpu", dtype=dtype)
             codes = matrix if matrix.stride(1) == 1 or shape[1] <= 1 else matrix.contiguous()
-            scales, offsets = None, None
+            scales, offsets, units = None, None, None
         else:
-            codes, scales, offsets = _readable_parts(name, matrix.in_stored_order())
-        self._parts = codes, scales, offsets
+            codes, scales, offsets, units = _readable_parts(name, matrix.in_stored_order())
+        self._parts = codes, scales, offsets, units
         self.addresses = _native.SourceAddresses(
             address(codes),
             codes.stride(0) * codes.itemsize,
             address(scales),
             address(offsets),
+            address(units),
             0 if scales is None else scales.stride(0),
         )
 
 
-def _readable_parts(name: str, matrix: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes, scales and zero points or offsets; `ValueError` if one is not a number."""
+def _readable_parts(name: str, matrix: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Codes, scales, zero points or offsets, and units; `ValueError` if one is not a number."""
     assert matrix.format is not None
     if _native_form(matrix.format, matrix.num_columns).codes != matrix.format.codes:
         matrix = matrix.in_bytes()
@@ -86,7 +87,8 @@ def _readable_parts(name: str, matrix: QuantizedWeight) -> tuple[Tensor, Tensor,
         raise ValueError(f"{name} holds values that are not finite numbers: the checkpoint is damaged")
     if codes.stride(1) != 1 and codes.shape[1] > 1:
         codes = codes.contiguous()
-    return codes, scales, None if offsets is None else offsets.cpu().contiguous()
+    offsets, units = (None if part is None else part.cpu().contiguous() for part in (offsets, matrix.units))
+    return codes, scales, offsets, units
 
 
 def checked_bias(name: str, bias: Tensor, width: int, dtype: torch.dtype) -> Tensor:

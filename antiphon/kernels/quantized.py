@@ -10,6 +10,8 @@ of one row, of several rows or of all. The value of a code q is exact in float32
     offset="zeros"    scale * (q - zero)   int8 and int4, a zero point for each scale
     offset="offsets"  scale * q + offset   int8 and int4, a float for each scale (GGUF's minimums, negated)
 
+Scales and offsets of int8 are whole numbers, each times a float16 unit of 256 columns (GGUF's K types).
+
 Where a file's groups are not of neighbouring columns (GPTQ's `desc_act`, act-order), codes lie group by group, and
 `order` says which column each is of: products read their rows in that order.
 
@@ -33,7 +35,8 @@ CODE_DTYPES: dict[CodeKind, torch.dtype] = {
     "mxfp4": torch.uint8,
     "fp8": torch.float8_e4m3fn,
 }
-SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.int8)
+UNIT_COLUMNS = 256
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -58,6 +61,10 @@ class WeightFormat:
         for name, count in (("columns", self.columns_per_scale), ("rows", self.rows_per_scale)):
             if count is not None and (isinstance(count, bool | float) or count < 1):
                 raise ValueError(f"{count} {name} per scale: a whole number of at least 1 is needed")
+        if self.has_units:
+            columns, is_row = self.columns_per_scale, self.rows_per_scale == 1
+            if not is_row or columns is None or UNIT_COLUMNS % columns or self.offset == "zeros":
+                raise ValueError(f"int8 scales take one row, a part of {UNIT_COLUMNS} columns and no zero points")
 
     def __str__(self) -> str:
         columns, rows = self.columns_per_scale, self.rows_per_scale
@@ -69,6 +76,23 @@ class WeightFormat:
     def nibbles(self) -> bool:
         """Whether a byte holds two codes."""
         return self.codes in ("int4", "mxfp4")
+
+    @property
+    def has_units(self) -> bool:
+        """Whether scales and offsets are whole numbers, times units."""
+        return self.scale_dtype == torch.int8
+
+    @property
+    def offset_dtype(self) -> torch.dtype:
+        return torch.int8 if self.has_units else torch.float32
+
+    def units_shape(self, num_rows: int, num_columns: int) -> tuple[int, int]:
+        """Of every row the unit of scales and, where there are offsets, that of offsets, for 256 columns each."""
+        return num_rows, math.ceil(num_columns / UNIT_COLUMNS) * (2 if self.offset == "offsets" else 1)
+
+    def with_float_scales(self) -> "WeightFormat":
+        """The format of `QuantizedWeight.with_float_scales`."""
+        return replace(self, scale_dtype=torch.float32) if self.has_units else self
 
     def scale_shape(self, num_rows: int, num_columns: int) -> tuple[int, int]:
         rows, columns = self.rows_per_scale or num_rows, self.columns_per_scale or num_columns
@@ -82,15 +106,18 @@ class WeightFormat:
     def num_bytes(self, num_rows: int, num_columns: int) -> int:
         """Bytes of a matrix as stored: codes, scales, zero points or offsets."""
         code_bytes = num_rows * (math.ceil(num_columns / 2) if self.nibbles else num_columns)
-        extra = {"none": 0, "zeros": 1, "offsets": 4}[self.offset]
-        return code_bytes + math.prod(self.scale_shape(num_rows, num_columns)) * (self.scale_dtype.itemsize + extra)
+        extra = {"none": 0, "zeros": 1, "offsets": self.offset_dtype.itemsize}[self.offset]
+        unit_bytes = 2 * math.prod(self.units_shape(num_rows, num_columns)) if self.has_units else 0
+        num_scales = math.prod(self.scale_shape(num_rows, num_columns))
+        return code_bytes + num_scales * (self.scale_dtype.itemsize + extra) + unit_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
     """One matrix [num_rows, num_columns]. `codes` is [R, C], or uint8 [R, ceil(C / 2)] with the even column in the low
     nibble. `scales` is `format.scale_shape(R, C)`; so are `zeros` (int8 for int8 codes, uint8 for int4) and `offsets`
-    (float32). Tensors may be views; a back-end copies what it keeps. `ValueError` if a part does not fit.
+    (float32, or int8 as scales are); `units` is float16 `format.units_shape(R, C)`. Tensors may be views; a back-end
+    copies what it keeps. `ValueError` if a part does not fit.
 
     `order` (int64 [C]): the column that each stored one is of, or -1 for one of zeros that fills a group; C is then
     `stored_columns`, at least `num_columns`. None: as they are.
@@ -102,6 +129,7 @@ class QuantizedWeight:
     scales: Tensor
     zeros: Tensor | None = None
     offsets: Tensor | None = None
+    units: Tensor | None = None
     order: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -114,13 +142,17 @@ class QuantizedWeight:
         scale_shape = form.scale_shape(self.num_rows, columns)
         _check("scales", self.scales, scale_shape, form.scale_dtype)
         zero_dtype = torch.uint8 if form.codes == "int4" else torch.int8
-        for kind, tensor, dtype in (("zeros", self.zeros, zero_dtype), ("offsets", self.offsets, torch.float32)):
+        for kind, tensor, dtype in (("zeros", self.zeros, zero_dtype), ("offsets", self.offsets, form.offset_dtype)):
             if (tensor is not None) != (form.offset == kind):
                 raise ValueError(
                     f"{kind} are {'missing' if tensor is None else 'given'}, the format says {form.offset}"
                 )
             if tensor is not None:
                 _check(kind, tensor, scale_shape, dtype)
+        if (self.units is not None) != form.has_units or (self.units is not None and self.order is not None):
+            raise ValueError(f"units with scales in {form.scale_dtype}: int8 needs them, and takes no order")
+        if self.units is not None:
+            _check("units", self.units, form.units_shape(self.num_rows, columns), torch.float16)
 
     def _check_order(self) -> None:
         """Each column is stored once at most: products add up what is stored."""
@@ -147,7 +179,7 @@ class QuantizedWeight:
 
     @property
     def num_bytes(self) -> int:
-        parts = (self.codes, self.scales, self.zeros, self.offsets)
+        parts = (self.codes, self.scales, self.zeros, self.offsets, self.units)
         return sum(part.nbytes for part in parts if part is not None)
 
     def rows(self, start: int, end: int) -> "QuantizedWeight":
@@ -168,12 +200,14 @@ class QuantizedWeight:
 
     def columns(self, start: int, end: int) -> "QuantizedWeight":
         """Columns [start, end). A group that straddles `start` is cut into equal smaller groups with the same scale;
-        their width divides `start`. Of columns with an `order` groups keep what they have of these, and are filled up
-        with zeros."""
+        their width divides `start`. Units that straddle it make float32 scales. Of columns with an `order` groups keep
+        what they have of these, and are filled up with zeros."""
         if self.order is not None:
             kept = ((self.order >= start) & (self.order < end)).nonzero().flatten()
             groups = kept // (self.format.columns_per_scale or max(1, self.stored_columns))
             return self.in_stored_order().grouped(groups, kept, self.order[kept] - start, end - start)
+        if self.units is not None and start % UNIT_COLUMNS:
+            return self.with_float_scales().columns(start, end)
         count, form = end - start, self.format
         per_scale = form.columns_per_scale
         codes = _nibble_columns(self.codes, start, end) if form.nibbles else self.codes[:, start:end]
@@ -185,6 +219,9 @@ class QuantizedWeight:
             name: None if part is None else as_bits(part).index_select(1, group).view(part.dtype)
             for name, part in (("scales", self.scales), ("zeros", self.zeros), ("offsets", self.offsets))
         }
+        if self.units is not None:
+            a_unit = form.units_shape(1, UNIT_COLUMNS)[1]
+            parts["units"] = self.units[:, start // UNIT_COLUMNS * a_unit : math.ceil(end / UNIT_COLUMNS) * a_unit]
         cut = replace(form, columns_per_scale=width)
         assert parts["scales"] is not None
         return QuantizedWeight(format=cut, num_columns=count, codes=codes, **parts)  # type: ignore[arg-type]
@@ -247,9 +284,22 @@ class QuantizedWeight:
         row = torch.arange(self.num_rows, device=self.codes.device) // (per_scale or max(1, self.num_rows))
         return self._with_scales(replace(self.format, rows_per_scale=1), self.codes, row)
 
+    def with_float_scales(self) -> "QuantizedWeight":
+        """The same values with scales and offsets in float32, which holds the products with their units exactly."""
+        if self.units is None:
+            return self
+        form = self.format.with_float_scales()
+        num_groups = self.scales.shape[1]
+        by_kind = self.units.float().view(self.num_rows, -1, self.format.units_shape(1, UNIT_COLUMNS)[1])
+        assert self.format.columns_per_scale is not None
+        of_groups = by_kind.repeat_interleave(UNIT_COLUMNS // self.format.columns_per_scale, dim=1)[:, :num_groups]
+        scales = self.scales.float() * of_groups[..., 0]
+        offsets = None if self.offsets is None else self.offsets.float() * of_groups[..., 1]
+        return replace(self, format=form, scales=scales, offsets=offsets, units=None)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The matrix multiplied out, [R, C]: computed in float32, rounded once to `dtype`."""
-        weight = self.with_scale_per_row()
+        weight = self.with_float_scales().with_scale_per_row()
         scales = weight._spread(weight.scales.float())
         codes = _code_values(self.format.codes, self.codes)[:, : self.stored_columns]
         if weight.zeros is not None:
@@ -268,6 +318,8 @@ class QuantizedWeight:
 
     def in_bytes(self) -> "QuantizedWeight":
         """The same values from int8 codes; only for 4-bit codes. Twice an E2M1 value is a whole number."""
+        if self.units is not None:
+            return self.with_float_scales().in_bytes()
         form, scales, zeros = self.format, self.scales.float(), self.zeros
         if form.codes == "mxfp4":
             values, scales = 2 * _code_values("mxfp4", self.codes), scales / 2
@@ -282,8 +334,8 @@ class QuantizedWeight:
         """Whether every value is a number. Integers always are."""
         if self.format.codes == "fp8" and bool((self.codes.view(torch.uint8) & 127 == 127).any()):
             return False
-        offsets_finite = self.offsets is None or bool(self.offsets.isfinite().all())
-        return offsets_finite and bool(self.scales.float().isfinite().all())
+        parts = (self.scales.float(), self.offsets, self.units)
+        return all(bool(part.isfinite().all()) for part in parts if part is not None)
 
     def own_copy(self, device: torch.device) -> "QuantizedWeight":
         """A copy on `device` that shares nothing with a memory-mapped source."""
@@ -294,17 +346,17 @@ class QuantizedWeight:
         codes, scales = copy(self.codes), copy(self.scales)
         assert codes is not None
         assert scales is not None
-        zeros, offsets, order = copy(self.zeros), copy(self.offsets), copy(self.order)
-        return replace(self, codes=codes, scales=scales, zeros=zeros, offsets=offsets, order=order)
+        zeros, offsets, units, order = (copy(each) for each in (self.zeros, self.offsets, self.units, self.order))
+        return replace(self, codes=codes, scales=scales, zeros=zeros, offsets=offsets, units=units, order=order)
 
     def _with_scales(self, form: WeightFormat, codes: Tensor, chosen: slice | Tensor) -> "QuantizedWeight":
-        """The chosen rows of scales, zero points and offsets."""
-        scales, zeros, offsets = (
+        """The chosen rows of scales, zero points, offsets and units."""
+        scales, zeros, offsets, units = (
             None if part is None else as_bits(part)[chosen].view(part.dtype)
-            for part in (self.scales, self.zeros, self.offsets)
+            for part in (self.scales, self.zeros, self.offsets, self.units)
         )
         assert scales is not None
-        return replace(self, format=form, codes=codes, scales=scales, zeros=zeros, offsets=offsets)
+        return replace(self, format=form, codes=codes, scales=scales, zeros=zeros, offsets=offsets, units=units)
 
     def _spread(self, per_group: Tensor) -> Tensor:
         """One value a group [R, G] as one value a column: broadcastable where the group is the whole row."""
@@ -384,8 +436,8 @@ def quantize(weight: Tensor, form: WeightFormat, clip: Tensor | float = 1.0) -> 
     """Round-to-nearest. A group's range is `clip` (a number, or one for each group [R, G]) times its largest magnitude,
     or times its extremes with zero points or offsets. Scales are rounded first, so that codes are nearest to what is
     stored. Only for formats with a scale per row, and finite numbers."""
-    if form.rows_per_scale != 1:
-        raise ValueError("quantize makes scales of single rows")
+    if form.rows_per_scale != 1 or form.has_units:
+        raise ValueError("quantize makes scales of single rows, without units")
     if weight.dim() != 2 or not bool(weight.isfinite().all()):
         raise ValueError(f"a weight {tuple(weight.shape)}: quantize takes finite numbers [rows, columns]")
     num_rows, num_columns = weight.shape

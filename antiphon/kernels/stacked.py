@@ -1,7 +1,7 @@
 """Weights of linear layers and of experts as the grouped product reads them: floats, or codes in their stored format.
 
 One tensor of codes for all experts, and others for scales and zero points or offsets. Gate and up projections are two
-parts of one weight, each with its own blocks of scales. Nothing is converted, so a weight takes what its format takes.
+parts of one weight, each with its own blocks of scales. Codes stay as they are; whole scales with units become float32.
 
 Letters: E experts (1 for a linear layer), P parts (gate and up, or one), R rows (outputs), C columns or their bytes.
 """
@@ -28,7 +28,7 @@ class StackedWeight:
         has_bias: bool,
     ) -> None:
         self.num_experts, self.num_parts, self.num_rows, self.num_columns = shape
-        self.format = form
+        self.format = form = None if form is None else form.with_float_scales()
         self.dtype = dtype
         outer = shape[:2]
         self.scales: Tensor | None = None
@@ -51,6 +51,7 @@ class StackedWeight:
 
     def set(self, expert: int, part: int, matrix: AnyWeight, name: str) -> None:
         """Copy one matrix in. `ValueError` if its shape or format is another."""
+        matrix = matrix if isinstance(matrix, Tensor) else matrix.with_float_scales()
         matrix = checked_format(name, matrix, (self.num_rows, self.num_columns), self.format)
         if isinstance(matrix, Tensor):
             self.codes[expert, part].copy_(matrix)

@@ -326,7 +326,7 @@ def stacked(parts: Sequence[QuantizedWeight | None]) -> QuantizedWeight | None:
         return None
 
     together: dict[str, Any] = {}
-    for name in ("codes", "scales", "zeros", "offsets"):
+    for name in ("codes", "scales", "zeros", "offsets", "units"):
         found = [getattr(part, name) for part in by_row]
         if found[0] is not None:
             together[name] = torch.cat([as_bits(tensor) for tensor in found]).view(found[0].dtype)

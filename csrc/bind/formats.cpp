@@ -31,7 +31,7 @@ PackedFormat quantized_format(const std::string& codes, const std::string& scale
                               int64_t group) {
     PackedFormat format;
     format.codes = kind_named<CodeKind>(codes, {"floats", "int8", "int4", "mxfp4", "fp8"});
-    format.scales = kind_named<ScaleKind>(scales, {"float32", "bfloat16", "float16", "float8_e8m0fnu"});
+    format.scales = kind_named<ScaleKind>(scales, {"float32", "bfloat16", "float16", "float8_e8m0fnu", "int8"});
     format.offset = kind_named<OffsetKind>(offset, {"none", "zeros", "offsets"});
     format.type = kernels::ElementType::fp32;
     format.group = group;
@@ -47,14 +47,15 @@ PackedFormat float_format(bool is_bf16) {
     return format;
 }
 
-// `codes`, `scales` and `offsets` (or 0) are filled; see kernels/ggml_blocks.h.
+// `codes`, `scales`, `offsets` and `units` (or 0) are filled; see kernels/ggml_blocks.h.
 void read_ggml_rows(const std::string& type, uintptr_t blocks, int64_t row_bytes, int64_t num_rows, int64_t num_blocks,
-                    uintptr_t codes, uintptr_t scales, uintptr_t offsets) {
+                    uintptr_t codes, uintptr_t scales, uintptr_t offsets, uintptr_t units) {
     const kernels::GgmlBlockType* found = kernels::ggml_block_type(type.c_str());
     if (found == nullptr) throw std::invalid_argument("'" + type + "' is not a type of blocks known here");
     const nb::gil_scoped_release released;
     kernels::read_ggml_rows(*found, {pointer<const uint8_t>(blocks), row_bytes, num_rows, num_blocks},
-                            {pointer<uint8_t>(codes), pointer<uint8_t>(scales), pointer<float>(offsets)},
+                            {pointer<uint8_t>(codes), pointer<uint8_t>(scales), pointer<uint8_t>(offsets),
+                             pointer<uint8_t>(units)},
                             kernels::ThreadPool::instance());
 }
 
@@ -69,15 +70,15 @@ void bind_formats(nb::module_& module) {
         .def(
             "__init__",
             [](SourceMatrix* self, uintptr_t data, int64_t row_bytes, uintptr_t scales, uintptr_t offsets,
-               int64_t scale_stride) {
+               uintptr_t units, int64_t scale_stride) {
                 new (self) SourceMatrix{pointer<const char>(data), 0, row_bytes, pointer<const char>(scales),
-                                        pointer<const char>(offsets), scale_stride};
+                                        pointer<const char>(offsets), pointer<const char>(units), scale_stride};
             },
             nb::arg("data_address"), nb::arg("row_bytes"), nb::arg("scales_address") = 0,
-            nb::arg("offsets_address") = 0, nb::arg("scale_stride") = 0);
+            nb::arg("offsets_address") = 0, nb::arg("units_address") = 0, nb::arg("scale_stride") = 0);
     module.def("read_ggml_rows", &read_ggml_rows, nb::arg("type"), nb::arg("blocks_address"), nb::arg("row_bytes"),
                nb::arg("num_rows"), nb::arg("num_blocks"), nb::arg("codes_address"), nb::arg("scales_address"),
-               nb::arg("offsets_address"));
+               nb::arg("offsets_address"), nb::arg("units_address"));
 }
 
 }  // namespace antiphon::bind

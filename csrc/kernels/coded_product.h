@@ -43,6 +43,7 @@ struct Run {
     int64_t index;   // among the runs of a row
     int64_t first;
     int64_t end;
+    int64_t units;   // of its scales and offsets, where these are whole numbers
     int64_t header;  // scales, then zero points or offsets
     int64_t codes;   // of column `first`
 };
@@ -56,11 +57,12 @@ class Runs {
           group_(weight.format.group),
           header_bytes_(weight.format.scale_bytes() + weight.format.offset_bytes()),
           group_bytes_(weight.format.group_bytes()),
-          step_bytes_(weight.format.step_bytes()) {
+          step_bytes_(weight.format.step_bytes()),
+          unit_bytes_(weight.format.unit_bytes()) {
         const int64_t group = first / group_;
         group_end_ = (group + 1) * group_;
         run_.index = group * divide_up(group_, longest_run) + (first - group * group_) / longest_run;
-        run_.header = group * group_bytes_;
+        run_.header = weight.format.units_bytes(inner_) + group * group_bytes_;
         begin(first, run_.header + header_bytes_ + (first - group * group_) * step_bytes_);
     }
     const Run& run() const { return run_; }
@@ -81,6 +83,7 @@ class Runs {
   private:
     ANTIPHON_INLINE void begin(int64_t first, int64_t codes) {
         run_.first = first;
+        run_.units = first / unit_columns * unit_bytes_;
         run_.codes = codes;
         run_.end = smaller(first + longest_run, smaller(group_end_, inner_));
     }
@@ -90,6 +93,7 @@ class Runs {
     int64_t header_bytes_;
     int64_t group_bytes_;
     int64_t step_bytes_;
+    int64_t unit_bytes_;
     int64_t group_end_;
     Run run_;
 };
@@ -233,14 +237,6 @@ const float* sums_of_runs(const PackedMatrix& weight, const Rows& rows, ThreadPo
     return sums;
 }
 
-// What the sum over a group's columns of `row` is multiplied with, beside those over the products.
-template <class V>
-ANTIPHON_INLINE typename V::F offset_of(const PackedFormat& format, const char* header, typename V::F scale) {
-    const char* offsets = header + format.scale_bytes();
-    if (format.offset == OffsetKind::offsets) return V::load(reinterpret_cast<const float*>(offsets));
-    return V::mul(V::sub(V::zero(), scale), V::load_int8(offsets));
-}
-
 // Adds what a run gave to the sums of rows and panels: products(m, n) are the unscaled sums of row m and panel n, and
 // add(m, n, factor, value, begun) adds their product to a sum, which is 0 so far unless it has begun. Rows count from
 // `first_row`.
@@ -249,16 +245,21 @@ ANTIPHON_INLINE void add_run(const WeightProduct& product, int64_t first_row, in
                              const EachRow& each_row, const Products& products, const Add& add) {
     const PackedFormat& format = product.weight->format;
     const int64_t stride = product.weight->panel_stride;
+    const char* units = product.group + first_panel * stride + run.units;
     const char* header = product.group + first_panel * stride + run.header;
     typename V::F scale[num_panels];
-    for (int n = 0; n < num_panels; ++n) scale[n] = load_scales<V>(format.scales, header + n * stride);
+    for (int n = 0; n < num_panels; ++n) {
+        scale[n] = load_scales<V>(format.scales, header + n * stride, units + n * stride);
+    }
     each_row([&](auto m) __attribute__((always_inline)) {
         unrolled<num_panels>([&](auto n) __attribute__((always_inline)) {
             add(m, n, scale[n], products(m, n), run.first > 0);
         });
     });
     if (format.offset == OffsetKind::none) return;
-    for (int n = 0; n < num_panels; ++n) scale[n] = offset_of<V>(format, header + n * stride, scale[n]);
+    for (int n = 0; n < num_panels; ++n) {
+        scale[n] = load_offsets<V>(format, header + n * stride, units + n * stride, scale[n]);
+    }
     const float* row_sums = product.run_sums + run.index * product.all_rows + product.first_row + first_row;
     each_row([&](auto m) __attribute__((always_inline)) {
         const auto sum = V::set1(row_sums[m]);

@@ -20,11 +20,13 @@ struct GgmlRows {
 };
 
 // What the rows become, consecutive: codes of one byte, or two 4-bit ones in a byte with the even column low; a scale for
-// each group of columns, a float16, exponent (one byte) or float; an offset for each, float, or null for types without.
+// each group of columns, a float16, exponent or whole number (one byte); an offset for each, float or whole number, or null
+// for types without; the float16 units of a block's whole numbers, scales' and offsets', or null.
 struct GgmlParts {
     uint8_t* codes;
     uint8_t* scales;
-    float* offsets;
+    uint8_t* offsets;
+    uint8_t* units;
 };
 
 void read_ggml_rows(const GgmlBlockType& type, const GgmlRows& rows, const GgmlParts& parts, ThreadPool& pool);

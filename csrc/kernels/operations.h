@@ -199,7 +199,8 @@ struct SourceMatrix {
     int64_t row_bytes = 0;  // from row to row
     const char* scales = nullptr;
     const char* offsets = nullptr;  // or zero points
-    int64_t scale_stride = 0;       // elements from row to row, of both
+    const char* units = nullptr;    // consecutive
+    int64_t scale_stride = 0;       // elements from row to row, of scales and offsets
 };
 
 void pack_matrix(const PackedFormat& format, const SourceMatrix& source, int64_t inner, char* packed,

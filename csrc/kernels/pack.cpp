@@ -112,12 +112,16 @@ void pack_bytes(const char* rows, int64_t row_bytes, int64_t outputs, int64_t fi
     }
 }
 
-// Scales and codes of panel `panel`, into memory that is zero.
+// Units, scales and codes of panel `panel`, into memory that is zero.
 void pack_quantized(const PackedFormat& format, const SourceMatrix& source, int64_t inner, int64_t panel, char* to) {
     const int64_t first_output = panel * panel_width;
     const int64_t outputs = smaller(panel_width, source.rows - first_output);
     const int64_t scale_size = format.scale_bytes() / panel_width;
     const int64_t offset_size = format.offset_bytes() / panel_width;
+    const int64_t num_units = divide_up(inner, unit_columns) * format.units_a_row();
+    for (int64_t unit = 0; unit < num_units; ++unit, to += 2 * panel_width) {
+        pack_lanes(source.units + 2 * (first_output * num_units + unit), num_units, outputs, 2, to);
+    }
     for (int64_t group = 0; group * format.group < inner; ++group, to += format.group_bytes()) {
         const int64_t value = first_output * source.scale_stride + group;
         pack_lanes(source.scales + value * scale_size, source.scale_stride, outputs, scale_size, to);

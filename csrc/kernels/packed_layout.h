@@ -27,13 +27,17 @@ constexpr int group_width = panel_width * group_panels;
 
 // How a weight is kept: as floats of the element type, or as codes with scales (antiphon/kernels/quantized.py).
 enum class CodeKind : uint8_t { floats, int8, int4, mxfp4, fp8 };
-enum class ScaleKind : uint8_t { fp32, bf16, fp16, e8m0 };
+enum class ScaleKind : uint8_t { fp32, bf16, fp16, e8m0, whole };
 enum class OffsetKind : uint8_t { none, zeros, offsets };
 
 // A quantized panel is one stream too. Its step is one column:
 //     for each group of columns: [16 scales] [16 zero points (int8) or offsets (float)] [the group's codes]
+// Scales that are whole numbers (int8, and so are offsets) have units, float16, in front of all groups:
+//     for each 256 columns: [16 units of scales] [16 units of offsets, where there are]
 // 8-bit codes lie [step][16 outputs], 4-bit codes [8 steps][16 outputs][4 bytes]: even steps in the low half of the 4 bytes,
 // odd ones in the high half, the first in the lowest bits, so that one lookup of 16-bit lanes gives two steps of bfloat16.
+constexpr int64_t unit_columns = 256;
+
 struct PackedFormat {
     CodeKind codes = CodeKind::floats;
     ScaleKind scales = ScaleKind::fp32;
@@ -54,16 +58,20 @@ struct PackedFormat {
         return !is_quantized() ? panel_bytes : has_nibbles() ? panel_width / 2 : panel_width;
     }
     int64_t scale_bytes() const {
-        return panel_width * (scales == ScaleKind::fp32 ? 4 : scales == ScaleKind::e8m0 ? 1 : 2);
+        return panel_width * (scales == ScaleKind::fp32 ? 4 : scales == ScaleKind::e8m0 || has_units() ? 1 : 2);
     }
     int64_t offset_bytes() const {
-        return panel_width * (offset == OffsetKind::none ? 0 : offset == OffsetKind::zeros ? 1 : 4);
+        return panel_width * (offset == OffsetKind::none ? 0 : offset == OffsetKind::zeros || has_units() ? 1 : 4);
     }
+    bool has_units() const { return scales == ScaleKind::whole; }
+    int64_t units_a_row() const { return !has_units() ? 0 : offset == OffsetKind::none ? 1 : 2; }
+    int64_t unit_bytes() const { return panel_width * 2 * units_a_row(); }
+    int64_t units_bytes(int64_t inner) const { return divide_up(inner, unit_columns) * unit_bytes(); }
     int64_t group_bytes() const { return scale_bytes() + offset_bytes() + group * step_bytes(); }
     int64_t panel_stride(int64_t inner) const {
         if (!is_quantized()) return steps(inner) * panel_bytes;
         const int64_t headers = divide_up(inner, group) * (scale_bytes() + offset_bytes());
-        return round_up(headers + steps(inner) * step_bytes(), panel_bytes);
+        return round_up(units_bytes(inner) + headers + steps(inner) * step_bytes(), panel_bytes);
     }
     size_t num_bytes(int64_t outputs, int64_t inner) const {
         return static_cast<size_t>(divide_up(outputs, panel_width) * panel_stride(inner));

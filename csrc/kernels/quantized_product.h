@@ -48,13 +48,16 @@ ANTIPHON_INLINE void walk_panels(const PanelWalk& walk, const Body& body) {
     const int64_t step_bytes = format.step_bytes();
     const int64_t header_bytes = format.scale_bytes() + format.offset_bytes();
     const int64_t lead = smaller(quantized_lead_bytes / num_panels, stride);
+    const int64_t first_header = format.units_bytes(walk.weight.inner);
     for (int64_t column = walk.first; column < walk.end;) {
         const int64_t group = column / format.group;
         const int64_t group_end = smaller(walk.end, (group + 1) * format.group);
-        const int64_t header = group * format.group_bytes();
+        const int64_t header = first_header + group * format.group_bytes();
+        const int64_t units = column / unit_columns * format.unit_bytes();
         GroupScales<V, Reader> groups[num_panels];
         unrolled<num_panels>([&](auto n) __attribute__((always_inline)) {
-            groups[n] = load_group<V, Reader>(format, walk.panel + n * stride + header);
+            const char* panel = walk.panel + n * stride;
+            groups[n] = load_group<V, Reader>(format, panel + header, panel + units);
         });
         int64_t at = header + header_bytes + (column - group * format.group) * step_bytes;
         for (; column + Reader::columns <= group_end; column += Reader::columns, at += panel_bytes) {

@@ -117,27 +117,41 @@ struct GroupScales {
 };
 
 template <class V>
-ANTIPHON_INLINE typename V::F load_scales(ScaleKind kind, const char* header) {
+ANTIPHON_INLINE typename V::F load_whole(const char* numbers, const char* units) {
+    return V::mul(V::load_int8(numbers), V::load_fp16(units));
+}
+
+// Of a group with this header and, where scales are whole numbers, these units.
+template <class V>
+ANTIPHON_INLINE typename V::F load_scales(ScaleKind kind, const char* header, const char* units) {
     switch (kind) {
         case ScaleKind::bf16: return V::load(reinterpret_cast<const uint16_t*>(header));
         case ScaleKind::fp16: return V::load_fp16(header);
         case ScaleKind::e8m0: return V::load_e8m0(header);
+        case ScaleKind::whole: return load_whole<V>(header, units);
         default: return V::load(reinterpret_cast<const float*>(header));
     }
 }
 
-template <class V, class Reader>
-ANTIPHON_INLINE GroupScales<V, Reader> load_group(const PackedFormat& format, const char* header) {
-    GroupScales<V, Reader> group;
-    const auto scale = load_scales<V>(format.scales, header);
+// What the codes are multiplied with is `scale`; this is added to each product.
+template <class V>
+ANTIPHON_INLINE typename V::F load_offsets(const PackedFormat& format, const char* header, const char* units,
+                                           typename V::F scale) {
     const char* offsets = header + format.scale_bytes();
+    if (format.offset == OffsetKind::zeros) return V::mul(V::sub(V::zero(), scale), V::load_int8(offsets));
+    if (format.has_units()) return load_whole<V>(offsets, units + 2 * panel_width);
+    return V::load(reinterpret_cast<const float*>(offsets));
+}
+
+template <class V, class Reader>
+ANTIPHON_INLINE GroupScales<V, Reader> load_group(const PackedFormat& format, const char* header, const char* units) {
+    GroupScales<V, Reader> group;
+    const auto scale = load_scales<V>(format.scales, header, units);
     for (int place = 0; place < Reader::template places<V>; ++place) {
         group.scale[place] = V::mul(scale, V::set1(Reader::template unit<V>(place)));
     }
-    if (format.offset == OffsetKind::offsets) {
-        group.offset = V::load(reinterpret_cast<const float*>(offsets));
-    } else if (format.offset == OffsetKind::zeros) {
-        group.offset = V::mul(V::sub(V::zero(), scale), V::load_int8(offsets));
+    if (format.offset != OffsetKind::none) {
+        group.offset = load_offsets<V>(format, header, units, scale);
     } else {
         group.offset = V::mul(group.scale[0], V::set1(-Reader::template zero<V>));
     }

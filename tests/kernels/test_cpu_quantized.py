@@ -18,12 +18,14 @@ FORMATS = {
     "int8 g128 zeros": WeightFormat(codes="int8", columns_per_scale=128, scale_dtype=torch.bfloat16, offset="zeros"),
     "int8 g16": WeightFormat(codes="int8", columns_per_scale=16),
     "int8 g16 offsets": WeightFormat(codes="int8", columns_per_scale=16, offset="offsets"),
+    "int8 g16 units": WeightFormat(codes="int8", columns_per_scale=16, scale_dtype=torch.int8),
     "int8 g5": WeightFormat(codes="int8", columns_per_scale=5),
     "int4 row": WeightFormat(codes="int4", columns_per_scale=None, scale_dtype=torch.float16),
     "int4 g32": WeightFormat(codes="int4", columns_per_scale=32, scale_dtype=torch.bfloat16),
     "int4 g64 zeros": WeightFormat(codes="int4", columns_per_scale=64, scale_dtype=torch.float16, offset="zeros"),
     "int4 g128 zeros": WeightFormat(codes="int4", columns_per_scale=128, offset="zeros"),
     "int4 g32 offsets": WeightFormat(codes="int4", columns_per_scale=32, offset="offsets"),
+    "int4 g32 units": WeightFormat(codes="int4", columns_per_scale=32, scale_dtype=torch.int8, offset="offsets"),
     "int4 g12": WeightFormat(codes="int4", columns_per_scale=12),
     "mxfp4": WeightFormat(codes="mxfp4", columns_per_scale=32, scale_dtype=E8M0),
     "mxfp4 g4": WeightFormat(codes="mxfp4", columns_per_scale=4, scale_dtype=E8M0),
@@ -56,8 +58,15 @@ def form(request: pytest.FixtureRequest) -> WeightFormat:
 
 
 def stored(rows: int, columns: int, form: WeightFormat) -> QuantizedWeight:
-    """A random matrix in this format; blocks of rows get random scales."""
+    """A random matrix in this format; blocks of rows get random scales, and so do groups whose scales have units."""
     weight = torch.randn(rows, columns) * columns**-0.5
+    if form.has_units:
+        floats = quantize(weight, form.with_float_scales())
+        whole = {"scales": torch.randint(-32, 64, floats.scales.shape, dtype=torch.int8)}
+        if form.offset == "offsets":
+            whole["offsets"] = torch.randint(0, 64, floats.scales.shape, dtype=torch.int8)
+        units = (torch.rand(form.units_shape(rows, columns)) * 2e-3).half()
+        return replace(floats, format=form, units=units, **whole)
     if form.rows_per_scale == 1:
         return quantize(weight, form)
     codes = (weight * 100).to(torch.float8_e4m3fn)
@@ -90,7 +99,8 @@ def test_linear(isa: str, form: WeightFormat, dtype: torch.dtype) -> None:
 def test_the_same_bits_as_float32_weights(isa: str, form: WeightFormat) -> None:
     """The product is that of the float32 kernels with the weights multiplied out, where these are exact."""
     torch.manual_seed(3)
-    form = replace(form, scale_dtype=torch.bfloat16 if form.scale_dtype != E8M0 else E8M0)
+    if not form.has_units and form.scale_dtype != E8M0:
+        form = replace(form, scale_dtype=torch.bfloat16)
     if form.offset == "offsets":
         pytest.skip("scale * code + offset is rounded once by the kernels, twice by PyTorch")
     backend, weight = CpuBackend(torch.float32), stored(80, 344, form)
@@ -165,7 +175,7 @@ def test_slices_of_a_weight(form: WeightFormat) -> None:
 def test_packed_bytes_are_those_of_the_format() -> None:
     """Nothing is multiplied out in memory: at sizes that need no padding, what the format says."""
     backend = CpuBackend(torch.bfloat16)
-    for name in ("int8 row", "int8 g32", "int4 g32", "int4 g64 zeros", "mxfp4", "fp8 row"):
+    for name in ("int8 row", "int8 g32", "int4 g32", "int4 g64 zeros", "int4 g32 units", "mxfp4", "fp8 row"):
         form = FORMATS[name]
         packed = backend.pack_linear(stored(64, 512, form))
         page = 16384

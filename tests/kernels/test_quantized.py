@@ -1,6 +1,7 @@
 """Weights in 4 and 8 bits as plain tensors: values by hand, slices, and the reference back-end's products."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -72,6 +73,44 @@ def test_slices(form: WeightFormat, columns: int) -> None:
     assert torch.equal(weight.rows(8, 19).dequantize(), whole[8:19])
     for start, end in ((0, 64), (32, columns), (48, 90), (51, 77), (columns - 1, columns)):
         assert torch.equal(weight.columns(start, end).dequantize(), whole[:, start:end]), (start, end)
+
+
+@pytest.mark.parametrize("offset", ["none", "offsets"])
+def test_whole_scales_with_units(offset: Literal["none", "offsets"]) -> None:
+    """As GGUF's K types: scale and offset are products of a whole number and a float16 of 256 columns."""
+    torch.manual_seed(0)
+    form = WeightFormat(codes="int8", columns_per_scale=32, scale_dtype=torch.int8, offset=offset)
+    rows, columns = 5, 600
+    codes = torch.randint(-128, 128, (rows, columns), dtype=torch.int8)
+    scales, offsets = torch.randint(-128, 128, (2, rows, 19), dtype=torch.int8)
+    units = torch.randn(form.units_shape(rows, columns)).half()
+    weight = QuantizedWeight(
+        format=form, num_columns=columns, codes=codes, scales=scales, units=units,
+        offsets=offsets if offset == "offsets" else None,
+    )  # fmt: skip
+    each = 2 if offset == "offsets" else 1
+    expected = torch.empty(rows, columns)
+    for row in range(rows):
+        for column in range(columns):
+            group, unit = column // 32, column // 256 * each
+            value = codes[row, column].float() * (scales[row, group].float() * units[row, unit].float())
+            if offset == "offsets":
+                value += offsets[row, group].float() * units[row, unit + 1].float()
+            expected[row, column] = value
+    assert torch.equal(weight.dequantize(), expected)
+    assert weight.num_bytes == form.num_bytes(rows, columns)
+    assert torch.equal(weight.rows(1, 4).dequantize(), expected[1:4])
+    assert torch.equal(weight.own_copy(torch.device("cpu")).dequantize(), expected)
+    for start, end in ((0, 100), (256, 600), (256, 300), (512, 600), (32, 500), (51, 53)):
+        part = weight.columns(start, end)
+        assert part.format.has_units == (start % 256 == 0)
+        assert torch.equal(part.dequantize(), expected[:, start:end]), (start, end)
+    with pytest.raises(ValueError, match=r"units are .* expected"):
+        replace(weight, units=units[:, 1:])
+    with pytest.raises(ValueError, match="units with scales in"):
+        replace(weight, units=None)
+    with pytest.raises(ValueError, match="int8 scales take one row, a part of 256 columns"):
+        replace(form, columns_per_scale=96)
 
 
 def test_rounding_is_to_nearest(form: WeightFormat) -> None:

@@ -14,8 +14,8 @@ codes and one of scales (`kernels/quantized`):
     Q5_K               int8, groups of 32, with a minimum       Q4_K        int4, groups of 32, with a minimum
     Q6_K               int8, groups of 16                       MXFP4       mxfp4, an exponent a group of 32
 
-The K types have 6-bit (Q6_K: 8-bit) scales in units of a float16 for 256 numbers. The product of both is exact in
-float32 and is what is kept, so nothing is rounded: 5 to 6 bits become 8, which the next multiplication reads fastest.
+The K types have 6-bit (Q6_K: 8-bit) scales in units of a float16 for 256 numbers. Both are kept, scales in 8 bits, so
+nothing is rounded. Codes of 5 and 6 bits become 8, which products read fastest.
 
 The native module reads the blocks (`csrc/kernels/ggml_blocks.cpp`), in one pass. Rejected: PyTorch's operations, which
 make ten passes over single bytes and took longer than a disk reads.
@@ -54,9 +54,9 @@ _FORMATS = {  # of `TYPES`, see there
     "Q5_0": _format("int8", 32, torch.float16),
     "Q5_1": _format("int8", 32, torch.float16, minimum=True),
     "Q8_0": _format("int8", 32, torch.float16),
-    "Q4_K": _format("int4", 32, torch.float32, minimum=True),
-    "Q5_K": _format("int8", 32, torch.float32, minimum=True),
-    "Q6_K": _format("int8", 16, torch.float32),
+    "Q4_K": _format("int4", 32, torch.int8, minimum=True),
+    "Q5_K": _format("int8", 32, torch.int8, minimum=True),
+    "Q6_K": _format("int8", 16, torch.int8),
     "MXFP4": _format("mxfp4", 32, torch.float8_e8m0fnu),
 }
 
@@ -71,12 +71,17 @@ def read_blocks(kind: BlockType, data: Tensor, num_columns: int) -> QuantizedWei
     width = num_columns // 2 if form.nibbles else num_columns
     codes = torch.empty((num_rows, width), dtype=CODE_DTYPES[form.codes], device="cpu")
     scales = torch.empty(form.scale_shape(num_rows, num_columns), dtype=form.scale_dtype, device="cpu")
-    offsets = torch.empty(scales.shape, dtype=torch.float32, device="cpu") if form.offset == "offsets" else None
+    offsets = torch.empty(scales.shape, dtype=form.offset_dtype, device="cpu") if form.offset == "offsets" else None
+    units = None
+    if form.has_units:
+        units = torch.empty(form.units_shape(num_rows, num_columns), dtype=torch.float16, device="cpu")
     _native.read_ggml_rows(
         *(kind.name, address(data), data.stride(0), num_rows, num_blocks),
-        *(address(codes), address(scales), address(offsets)),
+        *(address(codes), address(scales), address(offsets), address(units)),
     )
-    return QuantizedWeight(format=form, num_columns=num_columns, codes=codes, scales=scales, offsets=offsets)
+    return QuantizedWeight(
+        format=form, num_columns=num_columns, codes=codes, scales=scales, offsets=offsets, units=units
+    )
 
 
 class _StoredTensor:
