@@ -83,7 +83,7 @@ def launch(found: Plan, inputs: PlanInputs) -> list[tuple[str, str]]:
 
 def rounded_at_load(precision: PrecisionSpec) -> str:
     """The option of `serve` with which weights in floats become those that were planned, where it has one."""
-    if precision.weights != "int8" or precision.group != WEIGHT_GROUP:
+    if precision.stored or precision.weights != "int8" or precision.group != WEIGHT_GROUP:
         return ""
     experts = precision.experts or precision.weights
     return f" --weights {experts}" if experts in ("int8", "int4", "mxfp4") else ""

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 
 from antiphon.base.allowance import allowance
-from antiphon.base.errors import UserError
+from antiphon.base.errors import CheckpointError, UserError
 from antiphon.cli.commands import positive_option
 from antiphon.models.checkpoint_folder import model_folder, model_name
-from antiphon.models.planned import load_planned_model
+from antiphon.models.planned import PlannedModel, load_planned_model, stored_precision
 from antiphon.placement.routing_trace import with_recorded_popularity
 from antiphon.planner.candidates import Pins, parse_pins
 from antiphon.planner.setting import SearchLimits
@@ -37,7 +37,8 @@ TRAIN = "train"
 LINKED_FILE = "these-machines.json"  # of `antiphon profile --listen`
 CLUSTER_FILE, PROFILE_FILE = "this-machine.json", "profile.json"  # of `antiphon profile`, in one folder
 FORMAT_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-PRECISION_PARTS = ("weights", "experts", "group", "kv", "wire", "dispatch", "combine", "compute")
+WEIGHT_PARTS = ("weights", "experts", "group")
+PRECISION_PARTS = (*WEIGHT_PARTS, "kv", "wire", "dispatch", "combine", "compute")
 MAX_GROUP = 65_536
 _GPUS = Path("/proc/driver/nvidia/gpus")  # one folder for each
 Values = list[str] | None  # an option that may be given several times
@@ -74,7 +75,7 @@ class SearchOptions:
     ] = None
     objective: Annotated[Objective, typer.Option(metavar="NAME", help="per-gpu/-cost/-power, ttft, tpot.")] = "per-gpu"
     precision: Annotated[
-        Values, typer.Option(metavar="PART=F", show_default="bf16", help="E.g. fp8, or experts=mxfp4,kv=fp8.")
+        Values, typer.Option(metavar="PART=F", show_default="the file's", help="E.g. fp8, or experts=mxfp4,kv=fp8.")
     ] = None
     model_set: Annotated[
         Values, typer.Option(metavar="KEY=X", show_default=False, help="Gives or replaces a key of config.json.")
@@ -250,21 +251,37 @@ def read_inputs(model: str, search: SearchOptions) -> PlanInputs:
         workload = with_recorded_popularity(workload, search.routing)
     if not workload.says_loads and search.profile is None:  # a profile is of a machine whose loads were measured
         workload = replace(workload, expert_spread=UNKNOWN_LOADS)
+    precision, notes = _precision(path, planned, search)
     return PlanInputs(
         model=planned.spec,
         model_name=model_name_of(path),
         config=planned.config,
-        notes=planned.notes,
+        notes=(*planned.notes, *notes),
         path=path,
         cluster=cluster,
         workload=workload,
         phases=search.phases(workload),
         layouts=search.layouts(),
         objective=search.objective,
-        precision=parse_precision(split_list(search.precision)),
+        precision=precision,
         limits=search.search_limits(),
         profile=search.profile,
     )
+
+
+def _precision(path: Path, planned: PlannedModel, search: SearchOptions) -> tuple[PrecisionSpec, tuple[str, ...]]:
+    """The formats that were asked for; where none of weights was, as the checkpoint's are kept. And notes on it."""
+    asked = parse_precision(parts := split_list(search.precision))
+    if any(text.partition("=")[0] in WEIGHT_PARTS or "=" not in text for text in parts):
+        return asked, ()
+    spec = load_planned_model(path).spec if search.model_set else planned.spec  # the bytes are the file's own
+    try:
+        stored = stored_precision(path, spec)
+    except CheckpointError as error:
+        return asked, (f"its weights cannot be read ({error}): they are planned in {asked.weights}",)
+    if stored is None:
+        return asked, ()
+    return replace(asked, weights=stored.weights, experts=stored.experts, stored=stored.stored), ()
 
 
 def model_name_of(path: Path) -> str:

@@ -182,8 +182,9 @@ def dense_feed_forward(
 
 def output_head(model: ModelSpec, roofs: Roofs, rows: Number, tp: Number, precision: PrecisionSpec) -> Parts:
     """The last norm and the logits of `rows` rows; once per iteration, not per layer."""
-    head = Matrix(inner=model.hidden_size, outputs=share_of(model.vocab_size, tp), stays_plain=True)
-    return elementwise(roofs, rows * 2 * model.hidden_size, precision) + _apply(roofs, head, rows, precision)
+    hidden, words = model.hidden_size, share_of(model.vocab_size, tp)
+    head = gemm(roofs.gemm, rows, hidden, words, precision.head_bytes, row_bytes_of(precision))
+    return elementwise(roofs, rows * 2 * hidden, precision) + head
 
 
 def elementwise(roofs: Roofs, num_elements: Number, precision: PrecisionSpec) -> Parts:

@@ -154,7 +154,18 @@ def attention_weight_bytes(model: ModelSpec, tp: Number, precision: PrecisionSpe
     """Weights on one device of an attention worker: attention, norms, gates, shared experts and dense layers; embedding
     and head, cut by rows of the vocabulary. `pp`: of the stage with most layers, embedding and head on one stage each
     (both, if there is one stage)."""
+    rounded, plain = attention_elements(model, tp)
     layers = share_of(model.num_layers, pp) / model.num_layers
+    table = share_of(model.vocab_size, tp) * model.hidden_size
+    heads = np.where((np.asarray(pp) == 1) & (not model.tie_embeddings), 1, 0)
+    plain = layers * plain + table + model.hidden_size
+    return (
+        layers * rounded * precision.weight_bytes + plain * precision.plain_bytes + heads * table * precision.head_bytes
+    )
+
+
+def attention_elements(model: ModelSpec, tp: Number) -> tuple[Number, Number]:
+    """Elements of the layers of an attention worker: of matrices that may be rounded to few bits, and of all else."""
     hidden, widths = model.hidden_size, model.feed_forward
     num_state = model.num_state_layers
     projections = attention_matrices(model, tp)
@@ -167,9 +178,7 @@ def attention_weight_bytes(model: ModelSpec, tp: Number, precision: PrecisionSpe
     router = model.router
     gate = (hidden + router.has_score_bias) * router.num_experts
     plain = (model.num_layers - num_state) * elements_of(absorbed) + model.num_layers * _norm_elements(model)
-    tables = np.where((np.asarray(pp) == 1) & (not model.tie_embeddings), 2, 1)
-    plain = layers * (plain + model.num_moe_layers * gate) + tables * share_of(model.vocab_size, tp) * hidden + hidden
-    return layers * elements * precision.weight_bytes + plain * precision.plain_bytes
+    return elements, plain + model.num_moe_layers * gate
 
 
 def expert_weight_bytes(

@@ -452,7 +452,7 @@ def quantize(weight: Tensor, form: WeightFormat, clip: Tensor | float = 1.0) -> 
         top, bottom = padded.amax(2).clamp(min=0) * clip, padded.amin(2).clamp(max=0) * clip
         scales = (top - bottom) / (15 if form.codes == "int4" else 255)
         shift = bottom
-    stored = _rounded_scales(scales, form.scale_dtype)
+    stored = rounded_scales(scales, form.scale_dtype)
     safe = stored.float().masked_fill(stored.float() == 0, 1.0)
     zeros, offsets = None, None
     lowest = 0 if form.codes == "int4" else -128
@@ -473,7 +473,8 @@ def quantize(weight: Tensor, form: WeightFormat, clip: Tensor | float = 1.0) -> 
     )
 
 
-def _rounded_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """As they are stored."""
     if dtype != torch.float8_e8m0fnu:
         return scales.to(dtype)
     # The smallest power of two that clips nothing, as an exponent with bias 127.

@@ -15,20 +15,38 @@ have, since a planner is asked about models of the week.
 """
 
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from antiphon.base.errors import CheckpointError, UserError
+from antiphon.cost.memory import attention_elements, elements_of, gated_matrices
 from antiphon.models.checkpoint_folder import brief
-from antiphon.models.config import TEXT_KEYS, check_spec, load_model_spec, model_spec, read_config
+from antiphon.models.config import TEXT_KEYS, check_spec, config_file, load_model_spec, model_spec, read_config
 from antiphon.models.counted_layers import Keys, moe_layers, state_layers, state_spec, windowed_layers
 from antiphon.models.families.config_readers import FAMILIES
 from antiphon.models.families.config_values import MAX_POSITIONS, assumed
+from antiphon.models.gguf.container import SUFFIX as GGUF_SUFFIX
+from antiphon.models.gguf.container import gguf_files, read_gguf
+from antiphon.models.quantization import packing_of
+from antiphon.models.shard_index import file_of_each_tensor, read_header
 from antiphon.specs.checked import parse_json
-from antiphon.specs.model import AttentionSpec, FeedForwardSpec, LatentSpec, ModelSpec, RopeSpec, RouterSpec, SparseSpec
+from antiphon.specs.model import (
+    BYTES_OF,
+    AttentionSpec,
+    FeedForwardSpec,
+    LatentSpec,
+    ModelSpec,
+    PrecisionSpec,
+    RopeSpec,
+    RouterSpec,
+    SparseSpec,
+    StorageDtype,
+)
 
 UNKNOWN_TYPE = "unknown"
 _ANOTHER_KEY = re.compile(r",\s*[A-Za-z_][\w.]*=")  # other options of `antiphon plan` take lists
@@ -290,6 +308,75 @@ def _assumed(config: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         (f"config.json does not say {', '.join(keys)}: taken from the defaults of {_family(config)}",) if keys else ()
     )
+
+
+# --- what a checkpoint's weights take
+
+_LAYER = re.compile(r"(?:layers|blk|blocks)\.(\d+)\.")
+_OF_EXPERTS = re.compile(r"(?<!shared_)experts\.|_exps\.")
+_OF_HEAD = re.compile(r"(?:^|\.)lm_head\.|^output\.")
+_IN_FLOATS = re.compile(
+    r"embed_tokens|token_embd|\bwte\b|norm|bias|sinks|\.gate\.|_gate_inp|router|kv_b_proj|attn_k?v?_b\."
+)
+_FLOATS = ("F64", "F32", "F16", "BF16")
+EXPERTS, DENSE, HEAD = range(3)  # roles, in the order of `PrecisionSpec.stored`
+
+
+def stored_precision(path: Path, spec: ModelSpec) -> PrecisionSpec | None:
+    """Weights as `antiphon serve` keeps those of this checkpoint: the bytes of each role, and the nearest names. None
+    where no weights are there, or all are floats. Reads the heads of all files; `CheckpointError` if one is damaged."""
+    by_format: list[Counter[StorageDtype]] = [Counter(), Counter(), Counter()]
+    sizes = _sizes_of_gguf(path) if config_file(path).suffix == GGUF_SUFFIX else _sizes_of_shards(path)
+    for name, storage, num_bytes in sizes:
+        layer = _LAYER.search(name)
+        if _IN_FLOATS.search(name) or (layer is not None and int(layer[1]) >= spec.num_layers):
+            continue
+        role = EXPERTS if _OF_EXPERTS.search(name) else HEAD if _OF_HEAD.search(name) else DENSE
+        by_format[role][storage] += num_bytes
+    if not by_format[EXPERTS] or not {*by_format[EXPERTS], *by_format[DENSE]} - {"bfloat16"}:
+        return None
+    hidden, widths = spec.hidden_size, spec.feed_forward
+    experts = (
+        spec.num_moe_layers * spec.router.num_experts * elements_of(gated_matrices(hidden, widths.intermediate, 1))
+    )
+    elements = (experts, attention_elements(spec, 1)[0], hidden * spec.vocab_size)
+    each = [
+        min(BYTES_OF["bfloat16"], found.total() / float(count)) if found else BYTES_OF["bfloat16"]
+        for found, count in zip(by_format, elements, strict=True)
+    ]
+    names: list[StorageDtype] = []
+    for found, bytes_each in zip(by_format, each, strict=True):
+        most: StorageDtype = found.most_common(1)[0][0] if found else "bfloat16"
+        names.append("int8" if most == "int4" and bytes_each >= BYTES_OF["fp8"] else most)
+    return PrecisionSpec(weights=names[DENSE], experts=names[EXPERTS], stored=(each[EXPERTS], each[DENSE], each[HEAD]))
+
+
+def _sizes_of_gguf(path: Path) -> Iterator[tuple[str, StorageDtype, int]]:
+    """Name, nearest format and bytes in memory of each tensor."""
+    for file in gguf_files(path):
+        header = read_gguf(file)
+        for name, kind in header.types.items():
+            nearest: StorageDtype = "bfloat16" if kind.size == 1 else "int8" if kind.kept >= 1 else "int4"
+            yield name, "mxfp4" if kind.name == "MXFP4" else nearest, int(kind.kept * math.prod(header.shapes[name]))
+
+
+def _sizes_of_shards(path: Path) -> Iterator[tuple[str, StorageDtype, int]]:
+    """The same of a folder; codes in words of 32 bits are named by what the config says first."""
+    if not path.is_dir() or not any(path.glob("*.safetensors")):
+        return
+    packing = packing_of(read_config(path))
+    words: StorageDtype = "int8" if packing is not None and packing.bits == (8,) else "int4"
+    of_zeros = 2 if words == "int4" else 4  # times what is stored
+    if packing is not None and packing.method == "gptq" and packing.symmetric:
+        of_zeros = 0  # all alike
+    storages: dict[str, StorageDtype] = {"F8_E4M3": "fp8", "I8": "int8", "I32": words, "U8": "mxfp4"}
+    file_of, opened = file_of_each_tensor(path)
+    for file in sorted(set(file_of.values())):
+        for name, entry in (opened.get(file) or read_header(path / file)).items():
+            is_scale = "scale" in name
+            num_bytes = 2 * math.prod(entry.shape) if entry.dtype in _FLOATS and not is_scale else entry.num_bytes
+            num_bytes *= of_zeros if name.endswith(("zero_point", "qzeros")) else 1
+            yield name, storages.get(entry.dtype, "bfloat16"), num_bytes
 
 
 def _text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from antiphon.kernels.quantized import QuantizedWeight, WeightFormat, as_bits, quantize
+from antiphon.kernels.quantized import QuantizedWeight, WeightFormat, as_bits, quantize, rounded_scales
 from antiphon.models.packed import SCALE_BLOCK
 from antiphon.specs.model import WEIGHT_GROUP
 
@@ -72,20 +72,22 @@ def _rounded_rows(weight: Tensor, form: WeightFormat) -> QuantizedWeight:
     num_rows, num_columns = weight.shape
     width = form.columns_per_scale or max(1, num_columns)
     groups = torch.nn.functional.pad(weight, (0, -num_columns % width)).view(num_rows, -1, width)
-    errors = torch.stack([_squares(groups, weight, form, fraction) for fraction in fractions])
+    errors = torch.stack([_squares(groups, form, fraction) for fraction in fractions])
     return quantize(weight, form, torch.tensor(fractions)[errors.argmin(0)])
 
 
-def _squares(groups: Tensor, weight: Tensor, form: WeightFormat, fraction: float) -> Tensor:
-    """The squared error of every group. Four bits without packing, since most of the time is spent here."""
-    if form.codes != "int4":
-        wide = quantize(weight, form, fraction).dequantize()
-        error = torch.nn.functional.pad(wide - weight, (0, -wide.shape[1] % groups.shape[2]))
-        return error.view_as(groups).square_().sum(2)
-    scales = (groups.abs().amax(2, keepdim=True) * (fraction / 7.0)).to(form.scale_dtype).float()
-    scales.masked_fill_(scales == 0, 1.0)
-    rounded_units = (groups / scales).round_().clamp_(-8, 7)
-    return rounded_units.mul_(scales).sub_(groups).square_().sum(2)
+def _squares(groups: Tensor, form: WeightFormat, fraction: float) -> Tensor:
+    """The squared error of every group in four bits, without packing, since most of the time is spent here."""
+    is_int4 = form.codes == "int4"
+    scales = groups.abs().amax(2, keepdim=True) * (fraction / (7.0 if is_int4 else 6.0))
+    scales = rounded_scales(scales, form.scale_dtype).float()
+    units = groups / scales.masked_fill(scales == 0, 1.0)
+    if is_int4:
+        units.round_().clamp_(-8, 7)
+    else:  # values of E2M1 are half a unit apart, from 2 on a whole one, from 4 on two
+        step = torch.where(units.abs() < 2, 0.5, torch.where(units.abs() < 4, 1.0, 2.0))
+        units.div_(step).round_().mul_(step).clamp_(-6, 6)
+    return units.mul_(scales).sub_(groups).square_().sum(2)
 
 
 def float8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:

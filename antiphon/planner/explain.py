@@ -20,7 +20,7 @@ Rejected: "infeasible" alone. A user needs to know what to change.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -34,6 +34,7 @@ from antiphon.planner.candidates import Candidates
 from antiphon.planner.outcome import outcome_at
 from antiphon.planner.predict import devices_of, named_parts, predicted_of, resource_weights, step_parts_of
 from antiphon.planner.setting import Setting
+from antiphon.specs.model import WEIGHT_FORMATS
 from antiphon.specs.plan import LAYOUTS, Layout, Objective, Rejected
 
 ITEMS = ("attention", "experts", "communication", "fixed costs", "dense layers and head", "waiting", "spare capacity")
@@ -375,6 +376,20 @@ def total_weight_bytes(setting: Setting) -> float:
     return float(np.asarray(attention)) + float(np.asarray(experts))
 
 
+def in_other_formats(setting: Setting) -> Iterator[tuple[str, Setting]]:
+    """The setting with weights in each of `WEIGHT_FORMATS`, by what `--precision` calls it."""
+    for name, formats in WEIGHT_FORMATS.items():
+        yield name, replace(setting, precision=setting.precision.with_weights(*formats))
+
+
+def _format_that_fits(setting: Setting, offered: float) -> str:
+    """The widest format whose weights fit; else what the smallest takes."""
+    for name, other in in_other_formats(setting):
+        if (needed := total_weight_bytes(other)) <= offered:
+            return f"--precision {name}, whose weights take {needed / 1e9:.4g} GB"
+    return f"fewer weights: even --precision {name} takes {needed / 1e9:.4g} GB"
+
+
 def _no_room(setting: Setting, table: CandidateTable) -> NoPlan:
     usable = [
         (group.device.memory_bytes * (1 - setting.cluster.efficiency.memory_reserve), group) for group in setting.groups
@@ -390,7 +405,8 @@ def _no_room(setting: Setting, table: CandidateTable) -> NoPlan:
         return NoPlan(
             f"{setting.cluster.name} is too small for the weights: they take {needed / 1e9:.4g} GB, its "
             f"devices ({setting.cluster.num_devices}) hold {offered / 1e9:.4g} GB beside the reserve: "
-            f"{missing / 1e9:.4g} GB are missing: at least {more} more {group.device.name}, or a smaller weight format",
+            f"{missing / 1e9:.4g} GB are missing: at least {more} more {group.device.name}, or "
+            f"{_format_that_fits(setting, offered)}",
             {"missing_bytes": missing, "num_devices": setting.cluster.num_devices + more},
         )
     if lacking:

@@ -16,6 +16,8 @@ kind; the cheapest set of whole nodes by the objective's weights wins, and is pl
 One more node: the most tokens per second of any candidate, with and without the node. It may be nothing, where no
 further instance fits; then the next node's worth is in the one after it.
 
+Weights in another format: the same, on the same nodes.
+
 Rejected: searching over numbers of nodes. It repeats the same search for every number and kind.
 """
 
@@ -29,7 +31,7 @@ import numpy as np
 from antiphon.base.errors import UserError
 from antiphon.planner.candidate_table import CandidateTable
 from antiphon.planner.candidates import Candidates, IntArray
-from antiphon.planner.explain import NoPlan, no_plan
+from antiphon.planner.explain import NoPlan, in_other_formats, no_plan, total_weight_bytes
 from antiphon.planner.predict import resource_weights
 from antiphon.planner.rate_match import pools_fit
 from antiphon.planner.search import (
@@ -262,4 +264,18 @@ def one_more_node(setting: Setting, layouts: tuple[Layout, ...] = LAYOUTS) -> li
         nodes = tuple(other.num_nodes + (place == kind) for place, other in enumerate(setting.groups))
         then = most_tokens_per_s(replace(setting, cluster=with_nodes(setting.cluster, nodes)), layouts)
         found.append((group.device.name, then, then / now if now > 0 else float("inf")))
+    return found
+
+
+def other_formats(setting: Setting, layouts: tuple[Layout, ...] = LAYOUTS) -> list[tuple[str, float, float, float]]:
+    """What weights in another format would bring, for the setting's phase: the format as `--precision` names it, the
+    bytes of all weights, the most tokens/s of the cluster (0: they do not fit), and that over the most now. Nothing
+    with a profile, whose times are of the formats that were measured."""
+    if setting.profile is not None:
+        return []
+    now = most_tokens_per_s(setting, layouts)
+    found = []
+    for name, other in in_other_formats(setting):
+        then = most_tokens_per_s(other, layouts)
+        found.append((name, total_weight_bytes(other), then, then / now if now > 0 else float("inf")))
     return found

@@ -36,7 +36,7 @@ from antiphon.planner.room import batch_limits, weight_bytes
 from antiphon.planner.search import PlanResult, Progress
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import StepParts
-from antiphon.planner.what_if import FACTORS, Over, base_value, one_more_node, sensitivity
+from antiphon.planner.what_if import FACTORS, Over, base_value, one_more_node, other_formats, sensitivity
 from antiphon.report.words import PHASE_TITLES, devices_text, plural, short_degrees
 from antiphon.sim.gantt import Bar
 from antiphon.sim.ping_pong import PingPong, simulate_ping_pong
@@ -125,6 +125,7 @@ class Report:
     profile: Profile | None = None
     sensitivity: tuple[Sensitivity, ...] = ()
     more_nodes: dict[PhaseName, list[tuple[str, float, float]]] = field(default_factory=dict)
+    formats: dict[PhaseName, list[tuple[str, float, float, float]]] = field(default_factory=dict)
 
 
 def gather(result: PlanResult, *, for_page: bool, with_more_nodes: bool, on_progress: Progress | None = None) -> Report:
@@ -133,7 +134,7 @@ def gather(result: PlanResult, *, for_page: bool, with_more_nodes: bool, on_prog
     names = tuple(result.plan.phases)
     changes = [(name, over) for name in names for over in FACTORS] if for_page else []
     kinds = names if with_more_nodes else ()
-    done, total = count(1), len(names) + len(changes) + len(kinds)
+    done, total = count(1), len(names) + len(changes) + 2 * len(kinds)
 
     def step(gathered: Gathered) -> Gathered:
         if on_progress is not None:
@@ -149,13 +150,15 @@ def gather(result: PlanResult, *, for_page: bool, with_more_nodes: bool, on_prog
         profile=setting.profile,
         phases=tuple(step(_phase(result, name, for_page)) for name in names),
         sensitivity=tuple(step(sensitivity_of(result, name, over)) for name, over in changes),
-        more_nodes={name: step(_more_nodes(result, name)) for name in kinds},
+        more_nodes={name: step(one_more_node(*_searched(result, name))) for name in kinds},
+        formats={name: step(other_formats(*_searched(result, name))) for name in kinds},
     )
 
 
-def _more_nodes(result: PlanResult, name: PhaseName) -> list[tuple[str, float, float]]:
-    layouts = tuple(layout for code, layout in enumerate(LAYOUTS) if result.tables[name].space.num_considered[code])
-    return one_more_node(_by_rate(result.settings[name]), layouts)  # what more nodes bring is tokens/s
+def _searched(result: PlanResult, name: PhaseName) -> tuple[Setting, tuple[Layout, ...]]:
+    """The phase's setting and the layouts that were searched, to ask for tokens/s."""
+    considered = result.tables[name].space.num_considered
+    return _by_rate(result.settings[name]), tuple(layout for code, layout in enumerate(LAYOUTS) if considered[code])
 
 
 def _by_rate(setting: Setting) -> Setting:

@@ -57,6 +57,8 @@ CAPTIONS = {
 }
 MORE_NODES = "One more node of a kind, all of the cluster used"
 MORE_NODES_COLUMNS = ("phase", "node of", "most tokens/s", "of now")
+FORMATS = "Weights in other formats, all of the cluster used"
+FORMATS_COLUMNS = ("phase", "--precision", "weights", "most tokens/s", "of now")
 
 
 def plan_pieces(report: Report, *, explain: bool) -> Iterator[Piece]:
@@ -76,6 +78,8 @@ def plan_pieces(report: Report, *, explain: bool) -> Iterator[Piece]:
     if explain:
         if more := _more_nodes(report):
             yield from (Sentence(MORE_NODES, "heading"), Grid(columns=MORE_NODES_COLUMNS, rows=more, right=(2, 3)))
+        if other := _formats(report):
+            yield from (Sentence(FORMATS, "heading"), Grid(columns=FORMATS_COLUMNS, rows=other, right=(2, 3, 4)))
         yield from (Sentence(""), Sentence(summary.search_summary(report)))
 
 
@@ -172,6 +176,14 @@ def _more_nodes(report: Report) -> list[Row]:
     ]
 
 
+def _formats(report: Report) -> list[Row]:
+    return [
+        (name, called, gigabytes(num_bytes), *((number(rate), f"{gain:.3f} ×") if rate else ("does not fit", "")))
+        for name, found in report.formats.items()
+        for called, num_bytes, rate, gain in found
+    ]
+
+
 def plan_page(report: Report, launch: list[tuple[str, str]]) -> ReportDocument:
     """The page. `launch`: (what starts the plan, the commands)."""
     deployments = (deployment_drawing(contents.name, contents.phase, report.cluster) for contents in report.phases)
@@ -234,6 +246,8 @@ def _what_if(report: Report) -> list[Piece]:
     pieces: list[Piece] = []
     if more := _more_nodes(report):
         pieces += [Sentence(MORE_NODES, "heading"), Grid(columns=MORE_NODES_COLUMNS, rows=more)]
+    if other := _formats(report):
+        pieces += [Sentence(FORMATS, "heading"), Grid(columns=FORMATS_COLUMNS, rows=other)]
     caption, objective = CAPTIONS["sensitivity"], report.plan.objective
     for index, item in enumerate(report.sensitivity):
         pieces.append(

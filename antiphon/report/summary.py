@@ -214,6 +214,7 @@ def given(report: Report) -> str:
         for group in report.cluster.groups
     )
     experts = "" if precision.experts is None else f", experts {precision.experts}"
+    experts += " as stored" if precision.stored else ""
     formats = f"weights {precision.weights}{experts}, KV {precision.kv}, computed in {precision.compute}"
     wire = f"rows sent as {precision.dispatch}, back as {precision.combine}"
     spread = report.workload.expert_spread

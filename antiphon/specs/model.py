@@ -7,10 +7,10 @@ checkpoint (`models/families`) and never where they run (`specs/placement`). It 
 `PrecisionSpec`: in which number formats weights are kept, keys and values cached, rows sent and products computed.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from antiphon.specs.checked import Count, checked
+from antiphon.specs.checked import Count, Positive, checked
 from antiphon.specs.cluster import ComputeDtype
 
 
@@ -247,11 +247,24 @@ BYTES_OF: dict[StorageDtype, float] = {
 }
 
 
+WEIGHT_FORMATS: dict[str, tuple[StorageDtype, StorageDtype]] = {
+    "weights=bfloat16": ("bfloat16", "bfloat16"),
+    "weights=int8": ("int8", "int8"),
+    "weights=fp8": ("fp8", "fp8"),
+    "weights=int8,experts=int4": ("int8", "int4"),
+    "weights=int4": ("int4", "int4"),
+}
+"""What plans offer in place of another format: as `--precision` names it, widest first; all weights but the routed
+experts', and these."""
+
+
 @checked("precision")
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSpec:
     """`dispatch` is the format of rows on their way to the experts, `combine` of what comes back. `experts`: of the
-    routed experts' weights, where it is not that of all others (None). `group`: columns of a scale in int8 and int4."""
+    routed experts' weights, where it is not that of all others (None). `group`: columns of a scale in int8 and int4.
+    `stored`: bytes of an element of routed experts, other matrices and the head in a checkpoint's own formats, to which
+    those named are the nearest; empty: what the names say."""
 
     weights: StorageDtype = "bfloat16"
     kv: StorageDtype = "bfloat16"
@@ -260,15 +273,25 @@ class PrecisionSpec:
     compute: ComputeDtype = "bfloat16"
     experts: StorageDtype | None = None
     group: Count = WEIGHT_GROUP
+    stored: tuple[()] | tuple[Positive, Positive, Positive] = ()
 
     @property
     def weight_bytes(self) -> float:
-        return self._weight_bytes(self.weights)
+        return self.stored[1] if self.stored else self._weight_bytes(self.weights)
 
     @property
     def expert_bytes(self) -> float:
         """Bytes of one element of a routed expert."""
-        return self._weight_bytes(self.experts or self.weights)
+        return self.stored[0] if self.stored else self._weight_bytes(self.experts or self.weights)
+
+    def with_weights(self, weights: StorageDtype, experts: StorageDtype) -> "PrecisionSpec":
+        """The same with weights in other formats, in groups of the usual size."""
+        return replace(self, weights=weights, experts=experts, group=WEIGHT_GROUP, stored=())
+
+    @property
+    def head_bytes(self) -> float:
+        """Bytes of one element of the head's table."""
+        return self.stored[2] if self.stored else self.plain_bytes
 
     @property
     def plain_bytes(self) -> float:

@@ -3,8 +3,10 @@
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType as Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +22,8 @@ from antiphon.cli.plan_inputs import (
 from antiphon.specs.cluster import load_cluster
 from antiphon.specs.model import PrecisionSpec
 from antiphon.specs.workload import load_workload
+from tests.models.gguf_specimens import all_of, write_gguf
+from tests.serve.engine_harness import save_tiny_model
 
 
 @pytest.mark.parametrize(
@@ -146,3 +150,20 @@ def test_inputs_know_where_the_model_came_from() -> None:
 )
 def test_what_a_server_rounds_at_load(parts: list[str], option: str) -> None:
     assert rounded_at_load(parse_precision(parts)) == option
+
+
+def test_a_file_in_few_bits_is_planned_as_it_is_unless_formats_of_weights_are_named(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
+    folder = save_tiny_model(tmp_path / "model", **sizes, decoder_sparse_step=1).folder
+    assert read_inputs(str(folder), SearchOptions(cluster="laptop")).precision == PrecisionSpec()
+    write_gguf(folder, file := tmp_path / "model.gguf", all_of(Kind.Q8_0))
+
+    def precision(*asked: str) -> PrecisionSpec:
+        return read_inputs(str(file), SearchOptions(cluster="laptop", precision=list(asked))).precision
+
+    found = precision("kv=fp8")
+    assert (found.weights, found.experts, found.kv) == ("int8", "int8", "fp8")
+    assert found.stored == pytest.approx((1.0625, 1.0625, 1.0625), rel=0.01)
+    assert rounded_at_load(found) == "", "it is in 8 bits already"
+    assert precision("int4") == PrecisionSpec(weights="int4")
+    assert precision("experts=int4") == PrecisionSpec(experts="int4")

@@ -1,11 +1,12 @@
 """Load one half of a checkpoint in a fresh process and print what it read, kept and held at most (JSON); or all of it,
-rounded as `serve --weights` rounds, and what stays resident beside what a plan counts.
+rounded as `serve --weights` rounds, how long that took, and what stays resident beside what a plan counts.
 
 Run by `test_load.py`: `python measure_loading.py FOLDER attention|experts [ID ...]`, `... FOLDER whole WEIGHTS`.
 """
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
 from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert_half
+from antiphon.models.planned import stored_precision
 from antiphon.specs.model import PrecisionSpec
 
 
@@ -26,19 +28,21 @@ def status_bytes(key: str) -> int:
 
 
 def measure_whole(folder: str, weights: str) -> dict[str, float]:
-    """Bytes that both halves add to the process, at the end and at most, and those that a plan counts."""
+    """Bytes that both halves add to the process, at the end and at most, those that a plan counts, and seconds."""
     spec, backend = load_model_spec(folder), CpuBackend(torch.bfloat16)
     backend.linear(torch.ones(2, 8, dtype=torch.bfloat16), backend.pack_linear(torch.ones(8, 8)))  # warm libraries
-    plain = PrecisionSpec()
+    plain = stored_precision(Path(folder), spec) or PrecisionSpec()
     precision = plain if weights == "as-stored" else PrecisionSpec(weights="int8", experts=weights)  # type: ignore[arg-type]
     planned = attention_weight_bytes(spec, 1, precision)
     planned = planned + expert_weight_bytes(spec, spec.router.num_experts, 1, precision)
-    before = status_bytes("VmRSS")
+    before, start_s = status_bytes("VmRSS"), time.perf_counter()
     checkpoint = open_weights(folder, weights)
     halves = load_attention_half(checkpoint, spec, backend), load_expert_half(checkpoint, spec, backend)
+    took_s = time.perf_counter() - start_s
     resident, peak = status_bytes("VmRSS") - before, status_bytes("VmHWM") - before
     assert len(halves) == 2
-    return {"planned": float(planned), "resident": resident, "peak": peak, "more": resident / float(planned) - 1}
+    more = resident / float(planned) - 1
+    return {"planned": float(planned), "resident": resident, "peak": peak, "more": more, "seconds": took_s}
 
 
 def main() -> None:

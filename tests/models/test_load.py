@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -21,8 +22,13 @@ from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
 from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert_half
+from antiphon.models.planned import stored_precision
+from antiphon.models.rounding import WeightRounding
+from antiphon.models.write_quantized import write_quantized
 from antiphon.specs.model import PrecisionSpec
 from antiphon.specs.placement import contiguous_placement
+from tests.models.gguf_specimens import all_of, write_gguf
+from tests.models.packed_specimens import PACKED, pack_checkpoint
 
 Tensors = dict[str, Tensor]
 
@@ -312,6 +318,53 @@ def test_plans_count_what_is_packed(
     experts = load_expert_half(checkpoint, spec, backend)
     planned = float(expert_weight_bytes(spec, spec.router.num_experts, 1, PLANNED[weights]))
     assert experts.num_bytes == pytest.approx(planned, rel=0.02)
+
+
+STORED_FORMATS = {
+    "compressed-tensors int4": ("int4", "int4"),
+    "compressed-tensors int4, zero points": ("int4", "int4"),
+    "compressed-tensors int8": ("int8", "int8"),
+    "compressed-tensors mxfp4": ("mxfp4", "mxfp4"),
+    "GPTQ": ("int4", "int4"),
+    "AWQ": ("int4", "int4"),
+    Kind.Q4_0: ("int4", "int4"),
+    Kind.Q8_0: ("int8", "int8"),
+    Kind.Q5_1: ("int8", "int8"),
+    Kind.Q4_K: ("int4", "int4"),
+    Kind.Q6_K: ("int8", "int8"),
+    Kind.MXFP4: ("mxfp4", "mxfp4"),
+    "written by antiphon quantize": ("int8", "int4"),
+}
+
+
+@pytest.mark.parametrize("form", STORED_FORMATS, ids=lambda form: getattr(form, "name", form))
+def test_plans_count_what_a_checkpoint_stores(form: str | Kind, save_model: Any, tools: Any, tmp_path: Path) -> None:
+    """Of each role, when a checkpoint in few bits is kept as it is."""
+    folder = save_model(tools.config("qwen3_moe", **WIDE, head_dim=128, decoder_sparse_step=1)).folder
+    if isinstance(form, Kind):
+        write_gguf(folder, folder := tmp_path / "model.gguf", all_of(form))
+    elif form in PACKED:
+        pack_checkpoint(folder, PACKED[form])
+    else:
+        wanted = WeightRounding(experts="int4", dense="int8")
+        write_quantized(folder, folder := tmp_path / "out", wanted, lambda done, total: None)
+    spec, checkpoint, backend = load_model_spec(folder), open_weights(folder), CpuBackend(torch.bfloat16)
+    stored = stored_precision(folder, spec)
+    assert stored is not None
+    assert (stored.weights, stored.experts) == STORED_FORMATS[form]
+    half = load_attention_half(checkpoint, spec, backend)
+    assert weight_bytes_in(half, set()) == pytest.approx(float(attention_weight_bytes(spec, 1, stored)), rel=0.05)
+    experts = load_expert_half(checkpoint, spec, backend)
+    planned = float(expert_weight_bytes(spec, spec.router.num_experts, 1, stored))
+    assert experts.num_bytes == pytest.approx(planned, rel=0.05)
+
+
+def test_floats_and_missing_weights_have_no_stored_precision(save_model: Any, tools: Any) -> None:
+    folder = save_model(tools.config("qwen3_moe")).folder
+    assert stored_precision(folder, load_model_spec(folder)) is None
+    spec = load_model_spec(folder)
+    (folder / "model.safetensors").unlink()
+    assert stored_precision(folder, spec) is None
 
 
 @pytest.mark.slow

@@ -11,12 +11,13 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.planner.candidates import Pins
-from antiphon.planner.explain import NoPlan, account
+from antiphon.planner.explain import NoPlan, account, total_weight_bytes
 from antiphon.planner.predict import phase_plan
 from antiphon.planner.search import evaluate_phase
 from antiphon.planner.setting import SearchLimits, quantile
 from antiphon.planner.step_times import step_times
 from antiphon.specs.cluster import EfficiencySpec
+from antiphon.specs.model import PrecisionSpec
 from antiphon.specs.plan import LAYOUTS, Collectives
 from antiphon.specs.workload import LengthSpec, SloSpec
 from tests.planner.serving_specimens import (
@@ -111,6 +112,15 @@ def test_too_little_memory_says_how_much_is_missing() -> None:
     more = int(raised.value.nearest["num_devices"])
     assert missing > 1e9
     assert more * 10**8 * 0.9 >= missing + 2 * 10**8 * 0.9 > (more - 1) * 10**8 * 0.9
+
+
+def test_too_little_memory_names_the_widest_format_that_fits() -> None:
+    needed = total_weight_bytes(setting(precision=PrecisionSpec(weights="int8")))
+    room = cluster(group(device(memory_bytes=int(needed / 0.9) + 10**6), 1, 1))
+    with pytest.raises(NoPlan, match=r"more .*, or --precision weights=int8, whose weights take"):
+        planned(cluster=room)
+    with pytest.raises(NoPlan, match=r"or fewer weights: even --precision weights=int4 takes"):
+        planned(cluster=cluster(group(device(memory_bytes=10**8), 1, 1)))
 
 
 def test_losers_say_what_beat_them() -> None:

@@ -6,9 +6,18 @@ import numpy as np
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.planner.explain import NoPlan
+from antiphon.planner.explain import NoPlan, total_weight_bytes
 from antiphon.planner.search import evaluate_phase, make_plan, settings_of
-from antiphon.planner.what_if import base_value, one_more_node, sensitivity, smallest_cluster, with_nodes, with_prompts
+from antiphon.planner.what_if import (
+    base_value,
+    one_more_node,
+    other_formats,
+    sensitivity,
+    smallest_cluster,
+    with_nodes,
+    with_prompts,
+)
+from antiphon.specs.model import WEIGHT_FORMATS, PrecisionSpec
 from antiphon.specs.plan import LAYOUTS, PhaseName
 from antiphon.specs.workload import LengthSpec, SloSpec
 from tests.planner.serving_specimens import cluster, device, group, model, setting, two_kinds, workload
@@ -62,6 +71,21 @@ def test_one_more_node_never_lowers_the_total(phase: str) -> None:
     gains = [gain for _, _, gain in found]
     assert min(gains) >= 1.0
     assert max(gains) > 1.0
+
+
+def test_other_formats_of_weights() -> None:
+    """A device of which int8 leaves next to nothing, and bfloat16 too little."""
+    needed = total_weight_bytes(setting(precision=PrecisionSpec(weights="int8")))
+    small = setting(
+        cluster=cluster(group(device(memory_bytes=int(1.25 * needed)), 1, 1)), precision=PrecisionSpec(weights="int4")
+    )
+    found = other_formats(small)
+    assert [name for name, *_ in found] == list(WEIGHT_FORMATS)
+    sizes, rates = [each[1] for each in found], [each[2] for each in found]
+    assert sizes == sorted(sizes, reverse=True)
+    assert rates[0] == 0.0, "does not fit"
+    assert 0 < rates[1] < rates[-1]
+    assert found[-1][3] == pytest.approx(1.0)
 
 
 def test_sensitivity_over_each_axis() -> None:

@@ -19,6 +19,7 @@ from antiphon.report.gather import Report, gather, measured_like, pipeline_bars,
 from antiphon.sim.gantt import Bar, span_s
 from antiphon.specs.catalog import shipped_file
 from antiphon.specs.cluster import load_cluster
+from antiphon.specs.model import WEIGHT_FORMATS
 from antiphon.specs.plan import LAYOUTS, DeviceUse, Layout, Parallel, PhasePlan
 from antiphon.specs.workload import load_workload
 
@@ -200,8 +201,14 @@ def test_one_more_node_of_each_kind_in_each_phase(gathered: Report) -> None:
     assert all(gain >= 1 - 1e-9 for found in gathered.more_nodes.values() for _, _, gain in found)
 
 
+def test_other_formats_of_weights_in_each_phase(gathered: Report) -> None:
+    for found in gathered.formats.values():
+        assert [name for name, *_ in found] == list(WEIGHT_FORMATS)
+        assert found[0][3] == pytest.approx(1.0), "bfloat16 is what was planned"
+
+
 def test_progress_ends_at_its_total(progress: list[tuple[float, float | None]], gathered: Report) -> None:
-    assert len(progress) == len(gathered.phases) + len(gathered.sensitivity) + len(gathered.phases)
+    assert len(progress) == 3 * len(gathered.phases) + len(gathered.sensitivity)
     assert [done for done, _ in progress] == list(range(1, len(progress) + 1))
     assert {total for _, total in progress} == {len(progress)}
 

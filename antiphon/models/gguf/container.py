@@ -37,27 +37,29 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class BlockType:
-    """Rows are whole blocks of `size` numbers in `num_bytes` bytes."""
+    """Rows are whole blocks of `size` numbers in `num_bytes` bytes. `kept`: bytes of a number in memory, where
+    floats have 16 bits; scales and minimums of super-blocks are laid out there."""
 
     name: str
     size: int
     num_bytes: int
+    kept: float = 2.0
 
 
 # A type with blocks has a line here, in `_FORMATS` of `checkpoint`, and in `csrc/kernels/ggml_blocks.cpp`.
 TYPES = {
     0: BlockType("F32", 1, 4),
     1: BlockType("F16", 1, 2),
-    2: BlockType("Q4_0", 32, 18),
-    3: BlockType("Q4_1", 32, 20),
-    6: BlockType("Q5_0", 32, 22),
-    7: BlockType("Q5_1", 32, 24),
-    8: BlockType("Q8_0", 32, 34),
-    12: BlockType("Q4_K", 256, 144),
-    13: BlockType("Q5_K", 256, 176),
-    14: BlockType("Q6_K", 256, 210),
+    2: BlockType("Q4_0", 32, 18, 0.5 + 2 / 32),
+    3: BlockType("Q4_1", 32, 20, 0.5 + 6 / 32),
+    6: BlockType("Q5_0", 32, 22, 1 + 2 / 32),
+    7: BlockType("Q5_1", 32, 24, 1 + 6 / 32),
+    8: BlockType("Q8_0", 32, 34, 1 + 2 / 32),
+    12: BlockType("Q4_K", 256, 144, 0.5 + 8 / 32),
+    13: BlockType("Q5_K", 256, 176, 1 + 8 / 32),
+    14: BlockType("Q6_K", 256, 210, 1 + 4 / 16),
     30: BlockType("BF16", 1, 2),
-    39: BlockType("MXFP4", 32, 17),
+    39: BlockType("MXFP4", 32, 17, 0.5 + 1 / 32),
 }  # by ggml's numbers
 _OTHER_TYPES = {
     **{9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
