@@ -34,8 +34,9 @@ from antiphon.base.allowance import share_of_threads
 from antiphon.kernels.api import AttentionBatch, ExpertFormats, ExpertShape, HeadRows, KVCacheSpec, RotaryTable
 from antiphon.kernels.cpu import CpuBackend
 from antiphon.kernels.cpu_weights import CpuExperts
-from antiphon.kernels.quantized import WeightFormat, quantize
+from antiphon.kernels.quantized import WeightFormat
 from antiphon.models.batch import make_attention_batch
+from antiphon.models.rounding import quantize
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, EXPERTS_PER_CALL = 1024, 512, 64, 4
 EXPERT_BYTES = 3 * HIDDEN * INTERMEDIATE * 2

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from antiphon.kernels.quantized import QuantizedWeight, WeightFormat, as_bits, quantize, rounded_scales
+from antiphon.kernels.quantized import CodeKind, QuantizedWeight, WeightFormat, as_bits, pack_nibbles
 from antiphon.models.packed import SCALE_BLOCK
 from antiphon.specs.model import WEIGHT_GROUP
 
@@ -80,7 +80,7 @@ def _squares(groups: Tensor, form: WeightFormat, fraction: float) -> Tensor:
     """The squared error of every group in four bits, without packing, since most of the time is spent here."""
     is_int4 = form.codes == "int4"
     scales = groups.abs().amax(2, keepdim=True) * (fraction / (7.0 if is_int4 else 6.0))
-    scales = rounded_scales(scales, form.scale_dtype).float()
+    scales = _rounded_scales(scales, form.scale_dtype).float()
     units = groups / scales.masked_fill(scales == 0, 1.0)
     if is_int4:
         units.round_().clamp_(-8, 7)
@@ -88,6 +88,69 @@ def _squares(groups: Tensor, form: WeightFormat, fraction: float) -> Tensor:
         step = torch.where(units.abs() < 2, 0.5, torch.where(units.abs() < 4, 1.0, 2.0))
         units.div_(step).round_().mul_(step).clamp_(-6, 6)
     return units.mul_(scales).sub_(groups).square_().sum(2)
+
+
+def quantize(weight: Tensor, form: WeightFormat, clip: Tensor | float = 1.0) -> QuantizedWeight:
+    """Round-to-nearest. A group's range is `clip` (a number, or one for each group [R, G]) times its largest magnitude,
+    or times its extremes with zero points or offsets. Scales are rounded first, so that codes are nearest to what is
+    stored. Only for formats with a scale per row, and finite numbers."""
+    if form.rows_per_scale != 1 or form.has_units:
+        raise ValueError("quantize makes scales of single rows, without units")
+    if weight.dim() != 2 or not bool(weight.isfinite().all()):
+        raise ValueError(f"a weight {tuple(weight.shape)}: quantize takes finite numbers [rows, columns]")
+    num_rows, num_columns = weight.shape
+    width = form.columns_per_scale or max(1, num_columns)
+    padded = torch.nn.functional.pad(weight.float(), (0, -num_columns % width))
+    padded = padded.view(num_rows, padded.shape[1] // width, width)
+    shift: Tensor | None = None
+    if form.offset == "none":
+        limit = {"int8": 127.0, "int4": 7.0, "mxfp4": 6.0, "fp8": 448.0}[form.codes]
+        scales = padded.abs().amax(2) * clip / limit
+    else:
+        top, bottom = padded.amax(2).clamp(min=0) * clip, padded.amin(2).clamp(max=0) * clip
+        scales = (top - bottom) / (15 if form.codes == "int4" else 255)
+        shift = bottom
+    stored = _rounded_scales(scales, form.scale_dtype)
+    safe = stored.float().masked_fill(stored.float() == 0, 1.0)
+    zeros, offsets = None, None
+    lowest = 0 if form.codes == "int4" else -128
+    if form.offset == "zeros":
+        assert shift is not None
+        zero = (lowest - shift / safe).round().clamp(lowest, lowest + (15 if form.codes == "int4" else 255))
+        zeros, units = zero.to(torch.uint8 if form.codes == "int4" else torch.int8), padded / safe[:, :, None]
+        units = units + zero[:, :, None]
+    elif form.offset == "offsets":
+        assert shift is not None
+        offsets = shift - lowest * safe
+        units = (padded - offsets[:, :, None]) / safe[:, :, None]
+    else:
+        units = padded / safe[:, :, None] + (8 if form.codes == "int4" else 0)
+    codes = _codes_of(units.flatten(1)[:, :num_columns], form.codes)
+    return QuantizedWeight(
+        format=form, num_columns=num_columns, codes=codes, scales=stored, zeros=zeros, offsets=offsets
+    )
+
+
+def _rounded_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """As they are stored."""
+    if dtype != torch.float8_e8m0fnu:
+        return scales.to(dtype)
+    # The smallest power of two that clips nothing, as an exponent with bias 127.
+    exponent = torch.ceil(torch.log2(scales.clamp(min=2.0**-126))).clamp(-127, 127)
+    return (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def _codes_of(units: Tensor, kind: CodeKind) -> Tensor:
+    """Weights in units of their scales (zero point added) to the nearest codes."""
+    if kind == "int8":
+        return units.round().clamp(-128, 127).to(torch.int8)
+    if kind == "int4":
+        return pack_nibbles(units.round().clamp(0, 15).to(torch.uint8))
+    if kind == "fp8":
+        return units.clamp(-448, 448).to(torch.float8_e4m3fn)
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=units.device)
+    magnitude = torch.bucketize(units.abs(), middles).to(torch.uint8)
+    return pack_nibbles(magnitude | (units < 0).to(torch.uint8) << 3)
 
 
 def float8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ numbers of columns as ever. Rejected: the columns that a rank has in other files
 in every expert.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from torch import Tensor
 from antiphon.base.errors import CheckpointError
 from antiphon.base.logging import get_logger
 from antiphon.kernels.api import ExpertFormats, ExpertShape, KernelBackend, PackedExperts, PackedLinear
-from antiphon.kernels.quantized import QuantizedWeight, WeightFormat, as_bits
+from antiphon.kernels.quantized import OffsetKind, QuantizedWeight, WeightFormat, as_bits, unpack_nibbles
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.packed import MXFP4_BLOCK
 from antiphon.models.rounding import RoundedFormat, format_of, rounded
@@ -314,13 +315,13 @@ class WeightReader:
 
 
 def stacked(parts: Sequence[QuantizedWeight | None]) -> QuantizedWeight | None:
-    """The matrices one below the other, values unchanged; None if one is missing or they differ in format."""
+    """The matrices one below the other, values unchanged; None if one is missing or they have no format in common."""
     given = [part for part in parts if part is not None]
     if len(given) != len(parts):
         return None
     if len(given) == 1:
         return given[0]
-    by_row = [part.with_scale_per_row() for part in given]
+    by_row = _in_one_format([part.with_scale_per_row() for part in given])
     form = by_row[0].format
     if any(part.format != form or not _equal(part.order, by_row[0].order) for part in by_row):
         return None
@@ -331,6 +332,38 @@ def stacked(parts: Sequence[QuantizedWeight | None]) -> QuantizedWeight | None:
         if found[0] is not None:
             together[name] = torch.cat([as_bits(tensor) for tensor in found]).view(found[0].dtype)
     return replace(by_row[0], **together)
+
+
+def _in_one_format(parts: list[QuantizedWeight]) -> list[QuantizedWeight]:
+    """Whole numbers with scales of one kind as 8-bit codes in the narrowest groups, as q, k and v of llama.cpp's mixes;
+    other matrices as they are."""
+    forms = [part.format for part in parts]
+    is_one = all(form == forms[0] for form in forms)
+    whole = all(form.codes in ("int8", "int4") and form.offset != "zeros" for form in forms)
+    groups = [form.columns_per_scale or 0 for form in forms]
+    alike = len({form.scale_dtype for form in forms}) == 1 and all(part.order is None for part in parts)
+    if is_one or not whole or not alike or not all(groups):
+        return parts
+    offset: OffsetKind = "offsets" if any(form.offset == "offsets" for form in forms) else "none"
+    return [_in_bytes(part, math.gcd(*groups), offset) for part in parts]
+
+
+def _in_bytes(part: QuantizedWeight, group: int, offset: OffsetKind) -> QuantizedWeight:
+    """The same values from 8-bit codes, in these groups, with an offset that may be 0."""
+    form, units = part.format, part.units
+    codes = part.codes
+    if form.codes == "int4":
+        codes = unpack_nibbles(codes)[:, : part.num_columns].to(torch.int8) - (8 if form.offset == "none" else 0)
+    times, num_groups = (form.columns_per_scale or group) // group, -(-part.num_columns // group)
+    scales = part.scales.repeat_interleave(times, dim=1)[:, :num_groups]
+    offsets = part.offsets
+    if offsets is not None:
+        offsets = offsets.repeat_interleave(times, dim=1)[:, :num_groups]
+    elif offset == "offsets":
+        offsets = torch.zeros(scales.shape, dtype=form.offset_dtype)
+        units = None if units is None else torch.stack((units, torch.zeros_like(units)), dim=2).flatten(1)
+    form = replace(form, codes="int8", columns_per_scale=group, offset=offset)
+    return replace(part, format=form, codes=codes, scales=scales, offsets=offsets, units=units)
 
 
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:

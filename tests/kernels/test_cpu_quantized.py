@@ -8,8 +8,9 @@ from torch import Tensor
 
 from antiphon.kernels.api import ExpertFormats, ExpertShape
 from antiphon.kernels.cpu import CpuBackend
-from antiphon.kernels.quantized import QuantizedWeight, WeightFormat, quantize
+from antiphon.kernels.quantized import QuantizedWeight, WeightFormat
 from antiphon.kernels.reference import ReferenceBackend
+from antiphon.models.rounding import quantize
 
 E8M0 = torch.float8_e8m0fnu
 FORMATS = {

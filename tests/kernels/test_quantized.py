@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from antiphon.kernels.api import ExpertFormats, ExpertShape
-from antiphon.kernels.quantized import QuantizedWeight, WeightFormat, pack_nibbles, quantize, unpack_nibbles
+from antiphon.kernels.quantized import QuantizedWeight, WeightFormat, pack_nibbles, unpack_nibbles
 from antiphon.kernels.reference import ReferenceBackend
+from antiphon.models.rounding import quantize
 
 FORMATS = {
     "int8": WeightFormat(codes="int8", columns_per_scale=None),

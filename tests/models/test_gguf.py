@@ -17,6 +17,7 @@ from antiphon.models.gguf.container import TYPES, GgufArray, GgufHeader
 from antiphon.models.gguf.metadata import config_of
 from antiphon.models.load import open_checkpoint
 from antiphon.models.packed import multiplied_out
+from antiphon.models.weights import stacked
 from tests.models.gguf_specimens import ARCHITECTURES, all_of, stored_as, write_gguf
 
 BLOCKS = [kind for number in TYPES if (kind := Kind(number)).name not in ("F32", "F16", "BF16")]
@@ -29,6 +30,29 @@ def test_blocks_are_what_the_package_makes_of_them(kind: Kind, shape: tuple[int,
     data, expected = stored_as(kind, array, 7)
     weight = read_blocks(TYPES[int(kind)], torch.from_numpy(data).view(shape[0], -1), shape[1])
     torch.testing.assert_close(multiplied_out(weight, torch.float32), torch.from_numpy(expected), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "bits"),
+    [
+        ((Kind.Q4_K, Kind.Q4_K, Kind.Q6_K), 8 + 2 * 8 / 16 + 2 * 16 / 256),
+        ((Kind.Q6_K, Kind.Q5_K), 8 + 2 * 8 / 16 + 2 * 16 / 256),
+        ((Kind.Q4_0, Kind.Q8_0), 8.5),
+        ((Kind.Q5_1, Kind.Q4_0), 9.5),
+    ],
+)
+def test_matrices_of_other_types_become_one(kinds: tuple[Kind, ...], bits: float) -> None:
+    """Projections that are stacked, as llama.cpp's mixes have q, k and v: nothing is rounded."""
+    parts = []
+    for number, kind in enumerate(kinds):
+        data, _ = stored_as(kind, np.random.default_rng(number).normal(size=(3, 768)).astype(np.float32), number)
+        parts.append(read_blocks(TYPES[int(kind)], torch.from_numpy(data).view(3, -1), 768))
+    whole = stacked(parts)
+    assert whole is not None
+    assert torch.equal(whole.dequantize(), torch.cat([part.dequantize() for part in parts]))
+    assert whole.num_bytes * 8 == pytest.approx(bits * 768 * whole.num_rows)
+    data, _ = stored_as(Kind.MXFP4, np.ones((3, 768), dtype=np.float32), 1)
+    assert stacked([*parts, read_blocks(TYPES[int(Kind.MXFP4)], torch.from_numpy(data).view(3, -1), 768)]) is None
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
@@ -47,9 +71,15 @@ def test_families_in_float32(family: str, save_model: Any, tools: Any, tmp_path:
     assert load_model_spec(tmp_path / "model.gguf").eos_token_ids == (2,)
 
 
-def wide_gguf(folder: Path, file: Path, kind: Kind, **how: Any) -> Path:
-    """Beside `file`, one with float32 for what its blocks multiply out to."""
-    wide = write_gguf(folder, file, all_of(kind), **how)
+def q4_k_m(name: str, shape: tuple[int, ...]) -> Kind:
+    """As llama.cpp mixes types."""
+    better = "ffn_down" in name or "attn_v" in name or name.startswith("output.")
+    return all_of(Kind.Q6_K if better else Kind.Q4_K)(name, shape)
+
+
+def wide_gguf(folder: Path, file: Path, kind: Kind | None, **how: Any) -> Path:
+    """Beside `file`, one with float32 for what its blocks multiply out to. No `kind`: `q4_k_m`."""
+    wide = write_gguf(folder, file, q4_k_m if kind is None else all_of(kind), **how)
     reader = gguf.GGUFReader(file)
     writer = gguf.GGUFWriter(file.with_name("wide.gguf"), str(reader.fields["general.architecture"].contents()))
     for name, field in reader.fields.items():
@@ -67,13 +97,17 @@ def wide_gguf(folder: Path, file: Path, kind: Kind, **how: Any) -> Path:
 BIG = {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 
 
-@pytest.mark.parametrize("kind", [*BLOCKS, Kind.F16, Kind.BF16])
-def test_types_through_a_model(kind: Kind, save_model: Any, tools: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [*BLOCKS, Kind.F16, Kind.BF16, None])
+def test_types_through_a_model(
+    kind: Kind | None, save_model: Any, tools: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = tools.config("qwen3_moe", **BIG, head_dim=64, decoder_sparse_step=1, initializer_range=0.02)
     folder = save_model(config).folder
     wide = wide_gguf(folder, tmp_path / "model.gguf", kind)
     token_ids = tools.ids(9)
+    caplog.set_level("INFO")
     found = tools.run(tools.load(tmp_path / "model.gguf"), token_ids, [9])
+    assert "multiplied out" not in caplog.text
     torch.testing.assert_close(found, tools.run(tools.load(wide), token_ids, [9]), rtol=1e-4, atol=1e-4)
 
 

@@ -14,12 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from antiphon.base.errors import UserError
-from antiphon.kernels.quantized import quantize
 from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.config import load_model_spec
 from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert_half
-from antiphon.models.rounding import WeightRounding, format_of, rounded
+from antiphon.models.rounding import WeightRounding, format_of, quantize, rounded
 from antiphon.models.write_quantized import write_quantized
 from tests.models.decoder import Decoder
 

@@ -38,7 +38,7 @@ _STRING, _ARRAY = 8, 9
 @dataclass(frozen=True)
 class BlockType:
     """Rows are whole blocks of `size` numbers in `num_bytes` bytes. `kept`: bytes of a number in memory, where
-    floats have 16 bits; scales and minimums of super-blocks are laid out there."""
+    floats have 16 bits, and scales of super-blocks 8."""
 
     name: str
     size: int
@@ -55,9 +55,9 @@ TYPES = {
     6: BlockType("Q5_0", 32, 22, 1 + 2 / 32),
     7: BlockType("Q5_1", 32, 24, 1 + 6 / 32),
     8: BlockType("Q8_0", 32, 34, 1 + 2 / 32),
-    12: BlockType("Q4_K", 256, 144, 0.5 + 8 / 32),
-    13: BlockType("Q5_K", 256, 176, 1 + 8 / 32),
-    14: BlockType("Q6_K", 256, 210, 1 + 4 / 16),
+    12: BlockType("Q4_K", 256, 144, 0.5 + 2 / 32 + 4 / 256),
+    13: BlockType("Q5_K", 256, 176, 1 + 2 / 32 + 4 / 256),
+    14: BlockType("Q6_K", 256, 210, 1 + 1 / 16 + 2 / 256),
     30: BlockType("BF16", 1, 2),
     39: BlockType("MXFP4", 32, 17, 0.5 + 1 / 32),
 }  # by ggml's numbers

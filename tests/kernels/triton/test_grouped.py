@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from antiphon.kernels.api import ExpertFormats, ExpertShape
-from antiphon.kernels.quantized import QuantizedWeight, WeightFormat, quantize
+from antiphon.kernels.quantized import QuantizedWeight, WeightFormat
 from antiphon.kernels.reference import ReferenceBackend
 from antiphon.kernels.triton import load
+from antiphon.models.rounding import quantize
 from antiphon.specs.model import RouterSpec
 
 FORMATS = {
