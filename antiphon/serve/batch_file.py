@@ -52,6 +52,8 @@ class _BatchLine:
 
 def read_lines(path: Path) -> Iterator[_BatchLine]:
     """The requests of a batch file, one at a time; `UserError` that names the line for what is none."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UserError(f"{path} is no file, and requests are read more than once: write them to a file")
     try:
         with path.open("rb") as file:
             number = 0
@@ -140,7 +142,8 @@ def _answered_before(path: Path) -> set[str]:
 
 def _keep_answers(old: TextIO, path: Path) -> set[str]:
     """Take failures that pass, and a last line without an end, out of the file; the ids of what is left."""
-    kept_path = path.with_name(f"{path.name}.kept")
+    real = path.resolve()  # a link stays one
+    kept_path = real.with_name(f"{real.name}.kept")
     answered: set[str] = set()
     try:
         with kept_path.open("w", encoding="utf-8") as kept:
@@ -157,7 +160,7 @@ def _keep_answers(old: TextIO, path: Path) -> set[str]:
                 if status < 500 and status not in _PASSING and line.endswith("\n"):
                     answered.add(custom_id)
                     kept.write(line)
-        kept_path.replace(path)
+        kept_path.replace(real)
     finally:
         kept_path.unlink(missing_ok=True)
     return answered

@@ -1,5 +1,6 @@
 """Clients that hang up, limits, keys, and the end of the server."""
 
+import asyncio
 import gc
 import os
 import signal
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +253,37 @@ def test_what_does_not_finish_in_time_is_cut_off_by_the_engine() -> None:
             events = [line for line in lines if line]
         assert '"code":"shutting_down"' in events[-2]
         assert events[-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize("is_engine_stuck", [False, True])
+def test_a_second_signal_cuts_off_what_runs_with_an_answer(
+    is_engine_stuck: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = fake_engine()
+    engine.hold_after_tokens = 3
+
+    async def never_ends(timeout_s: float) -> None:
+        await asyncio.sleep(PATIENCE_S)
+
+    if is_engine_stuck:
+        monkeypatch.setattr(engine, "drain", never_ends)
+        monkeypatch.setattr(server_module, "_CUT_S", 0.05)
+    with live(engine) as server, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.complete)
+        assert engine.first_output.wait(10)
+        with server.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.server.request_stop()
+            server.server.request_stop()
+            if is_engine_stuck:
+                server.server.request_stop()
+            else:
+                assert [line for line in lines if line][-1] == "data: [DONE]"
+            assert asked.result(10).json()["error"]["code"] == "shutting_down"
+            assert asked.result().status_code == 503
+        wait_until(lambda: not listens(server), "it listens no more")
+    assert is_engine_stuck or not caplog.records or "Traceback" not in caplog.text
 
 
 SERVER_PROGRAM = """

@@ -121,6 +121,25 @@ def test_what_finds_no_room_is_tried_again(tmp_path: Path) -> None:
         assert run(tmp_path, engine).num_answered == 1
 
 
+def test_answers_behind_a_link_are_gone_on_with_there(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text(line("a") + line("b"))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").symlink_to("elsewhere/answers")
+    for _ in range(2):
+        run(tmp_path)
+        assert (tmp_path / "out").is_symlink()
+        first, *_ = (tmp_path / "elsewhere/answers").read_text().splitlines(keepends=True)
+        (tmp_path / "elsewhere/answers").write_text(first)
+    assert run(tmp_path).num_skipped == 1
+    assert results(tmp_path).keys() == {"a", "b"}
+
+
+def test_a_pipe_of_requests_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "in")
+    with pytest.raises(UserError, match="in is no file, and requests are read more than once"):
+        check_requests(tmp_path / "in")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

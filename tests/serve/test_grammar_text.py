@@ -176,7 +176,7 @@ def test_bare_strings_follow_their_schema(form: str, with_tokens: bool) -> None:
     assert fit({"type": "string", "pattern": "^[a-z/]+$"}, "a/b")
     assert not fit({"type": "string", "pattern": "^[a-z/]+$"}, "a1b")
     assert fit({"type": "string", "pattern": "[0-9]"}, "a1b")
-    assert fit({"type": "string", "minLength": 2}, "abc")
+    assert fit({"type": "string", "minLength": 2.0}, "abc")
     if with_tokens and form != "minimax_m2":
         assert not fit({"type": "string", "maxLength": 2}, "abc")
     assert fit({"type": "string", "format": "date"}, "any")
@@ -217,6 +217,14 @@ OF_LIBRARIES: list[tuple[dict[str, Any], str, str]] = [  # a schema, a text that
     ),
     ({"enum": [{"format": "path"}]}, '{"format":"path"}', "{}"),
     ({"type": "string", "format": "date"}, '"2026-01-02"', '"today"'),
+    ({"type": "string", "minLength": 2.0, "maxLength": 2**63 - 1}, '"ab"', '"a"'),  # of a library that has only floats
+    ({"type": "object", "propertyNames": {"maxLength": 2.0}}, '{"rr":1}', '{"rrr":1}'),
+    ({"type": "array", "minItems": 1.0, "maxItems": 2.0, "items": {"type": "integer"}}, "[1]", "[1,2,3]"),
+    ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, "-9223372036854774784", "-9300000000000000000"),
+    ({"type": "number", "minimum": -3.4e38, "exclusiveMaximum": 3.4e38}, "-1.5", "1e400"),  # zod's float32
+    ({"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}, "6.02e23", "true"),
+    ({"type": "number", "minimum": 1, "maximum": None, "enum": None, "$defs": None}, "2", "0"),  # what was not set
+    ({"properties": {"a": {"items": None, "const": None}}, "required": ["a"], "anyOf": None}, '{"a":null}', '{"a":1}'),
 ]
 
 

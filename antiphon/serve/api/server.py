@@ -1,7 +1,7 @@
 """Puts the server together (one engine, one tokenizer, routes, key check, OpenAPI description), runs it on a
 socket, and ends it without cutting clients off.
 
-On SIGTERM, SIGINT or a closed terminal (a second one ends at once):
+On SIGTERM, SIGINT or a closed terminal (a second one cuts off what runs, a third one ends without an answer):
 
 1. new requests are refused with 503 and `/health` says 503, so that load balancers look elsewhere;
 2. the engine drains: running answers go on, up to `drain_timeout_s`, then the engine aborts what is left;
@@ -66,6 +66,7 @@ from antiphon.serve.text.tokenizer import TextTokenizer
 _log = get_logger("serve.api")
 
 _LAST_BYTES_TIMEOUT_S = 5.0
+_CUT_S = 1.0  # for requests that are cut off to say so
 _BACKLOG = 2048
 _TICKS_PER_SECOND = 10  # uvicorn's
 _MOST_GROWTH_BYTES = 128 * 1024 * 1024
@@ -178,7 +179,8 @@ class DrainingServer(uvicorn.Server):
         self._context = context
         self.on_ready: Callable[[], None] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._draining: asyncio.Task[None] | None = None
+        self._draining: list[asyncio.Task[None]] = []
+        self._is_cutting = False
         self._collector = QuietCollector()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -228,15 +230,14 @@ class DrainingServer(uvicorn.Server):
         self.request_stop()
 
     def request_stop(self) -> None:
-        """Begin to drain; the second call ends at once. From any thread and from signal handlers."""
-        if self._context.draining:
-            self.should_exit = self.force_exit = True
+        """Begin to drain; the second call cuts off what runs, the third ends at once. From any thread and from signal
+        handlers."""
+        if self._loop is None or self._is_cutting:
+            self.should_exit, self.force_exit = True, self._context.draining
+            self._context.draining = True
             return
-        self._context.draining = True
-        if self._loop is None:
-            self.should_exit = True
-        else:
-            self._loop.call_soon_threadsafe(self._start_draining)
+        self._is_cutting, self._context.draining = self._context.draining, True
+        self._loop.call_soon_threadsafe(self._start_draining)
 
     def _stop_without_engine(self) -> None:
         """Called on the engine's thread, with all requests ended. A drain that is under way ends by itself."""
@@ -246,17 +247,17 @@ class DrainingServer(uvicorn.Server):
                 self.request_stop()
 
     def _start_draining(self) -> None:
-        self._draining = asyncio.ensure_future(self._drain())
+        limits = (0.0, _CUT_S) if self._is_cutting else (self._context.settings.drain_timeout_s, _LAST_BYTES_TIMEOUT_S)
+        self._draining.append(asyncio.ensure_future(self._drain(*limits)))
 
-    async def _drain(self) -> None:
-        timeout_s = self._context.settings.drain_timeout_s
+    async def _drain(self, timeout_s: float, last_bytes_s: float) -> None:
         _log.info("shutting down: %d requests may run for %.0f s more", self._context.num_active, timeout_s)
         try:
             await self._context.engine.drain(timeout_s)
-            if not await self._context.wait_idle(_LAST_BYTES_TIMEOUT_S):
+            if not await self._context.wait_idle(last_bytes_s):
                 _log.warning("%d requests did not end and are cut off", self._context.num_active)
         finally:
-            self.should_exit = True
+            self.should_exit, self.force_exit = True, self._is_cutting
 
 
 class QuietCollector:

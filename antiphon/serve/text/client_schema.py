@@ -1,12 +1,14 @@
 """A client's JSON schema, as the text that llguidance reads.
 
 Libraries write keywords that llguidance refuses although they ask for nothing, or for what another keyword says: zod's
-records have `propertyNames`, pydantic's paths a `format` of their own, LiteLLM writes `/$defs/a` for `#/$defs/a`. They
-are left out or said in its words. All others are its own to obey or to refuse. Rejected: its lenient mode, which
-ignores whatever it does not know.
+records have `propertyNames` and its float32 bounds of 3e38, pydantic's paths a `format` of their own, LiteLLM writes
+`/$defs/a` for `#/$defs/a`, others 3.0 for a count or null for a keyword that was not set. They are left out or said in
+its words. All others are its own to obey or to refuse. Rejected: its lenient mode, which ignores whatever it does not
+know.
 """
 
 import json
+import sys
 from typing import Any
 
 from antiphon.base.errors import UserError
@@ -26,6 +28,10 @@ _NOTHING: dict[str, tuple[object, ...]] = {  # values that ask for nothing
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
 }
+_COUNTS = {f"{end}{what}" for end in ("min", "max") for what in ("Length", "Items", "Properties")}
+_MOST_COUNTED = 2**31  # more than any answer has
+_LOWER, _UPPER = {"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}
+_LARGEST_BOUND = 2**63 - 1024  # of llguidance, which counts in 64 bits and reads bounds as floats
 _REMARKS = {"title", "description", "default", "examples", "deprecated", "$comment", "type"}
 
 
@@ -81,8 +87,10 @@ class _Rewriting:
                 value = self._part(value)
             elif keyword == "$ref" and isinstance(value, str) and value.startswith("/"):
                 value = f"#{value}"
+            value = _plain_number(keyword, value)
             is_remark = keyword == "format" and isinstance(value, str) and value not in _FORMATS
-            if not is_remark and value not in _NOTHING.get(keyword, ()):
+            is_unset = value is None and keyword != "const"
+            if not (is_remark or is_unset or value in _NOTHING.get(keyword, ())):
                 made[keyword] = value
         if "propertyNames" in made and "patternProperties" not in made:
             self._obey_names(made)
@@ -111,6 +119,25 @@ class _Rewriting:
         return {"$ref": f"#/$defs/{name}"}
 
 
+def whole(value: Any) -> Any:
+    """A count that was written as 3.0 is 3."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _plain_number(keyword: str, value: Any) -> Any:
+    """A count or a bound as llguidance takes it; None where every answer keeps it. One that is out of its reach becomes
+    the last within, so what it allows is still within both."""
+    if keyword in _COUNTS:
+        value = whole(value)
+        return None if keyword.startswith("max") and isinstance(value, int) and value >= _MOST_COUNTED else value
+    if keyword not in _LOWER | _UPPER or not isinstance(value, int | float):
+        return value
+    outwards = -value if keyword in _LOWER else value
+    if outwards >= sys.float_info.max:  # no JSON number is beyond
+        return None
+    return value if outwards <= _LARGEST_BOUND else _LARGEST_BOUND if keyword in _UPPER else -_LARGEST_BOUND
+
+
 def _asked(names: Any) -> dict[str, Any] | None:
     """The keywords of `propertyNames` that ask for something; None where it is no schema of texts."""
     if not isinstance(names, dict) or names.get("type", "string") != "string":
@@ -135,7 +162,7 @@ def _pattern_of(names: Any) -> str | None:
         return None
     if asked.keys() == {"pattern"}:
         return str(asked["pattern"])
-    least, most = asked.get("minLength", 0), asked.get("maxLength", "")
+    least, most = whole(asked.get("minLength", 0)), whole(asked.get("maxLength", ""))
     if asked.keys() <= {"minLength", "maxLength"} and type(least) is int and (most == "" or type(most) is int):
         return f"^(?s:.){{{least},{most}}}$" if asked else ""
     return None

@@ -22,7 +22,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from antiphon.base.errors import UserError
 from antiphon.serve.text.call_values import property_types, resolved
-from antiphon.serve.text.client_schema import MAX_CHARACTERS, schema_text
+from antiphon.serve.text.client_schema import MAX_CHARACTERS, schema_text, whole
 from antiphon.serve.text.dialects import CHANNEL, CONSTRAIN, MESSAGE, START, CallFormat, Dialect
 
 _WHITE_SPACE = r"[ \n\r\t]{0,32}"
@@ -302,7 +302,7 @@ def _value(writer: _RuleWriter, form: CallFormat, key: str, part: Any, schema: d
 
 def _pattern(schema: dict[str, Any]) -> str:
     """The pattern of a bare text that fits the schema of a string. `UserError` for two wishes at once."""
-    pattern, least, most = schema.get("pattern"), schema.get("minLength"), schema.get("maxLength")
+    pattern, least, most = schema.get("pattern"), whole(schema.get("minLength")), whole(schema.get("maxLength"))
     if pattern is None and least is None and most is None:
         return _ANY_TEXT
     if pattern is None:

@@ -21,6 +21,7 @@ Rejected: a token in the page, which the clients of this API would have to fetch
 alone, which the routes check as well: browsers ask before they send JSON elsewhere, but not every one always did.
 """
 
+import asyncio
 import hmac
 import ipaddress
 import re
@@ -30,7 +31,7 @@ import uuid
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from antiphon.base.errors import shortened
-from antiphon.serve.api.errors import ApiError
+from antiphon.serve.api.errors import ApiError, shutting_down
 from antiphon.serve.api.settings import ServerSettings
 
 ANY_HOST = "*"
@@ -62,12 +63,21 @@ def entry_middleware(app: ASGIApp, root_path: str) -> ASGIApp:
         is_anthropic = scope["path"].startswith("/v1/messages")
         names = (_ID_HEADER, _ANTHROPIC_ID_HEADER) if is_anthropic else (_ID_HEADER,)
 
+        is_answered = False
+
         async def send_with_id(message: Message) -> None:
+            nonlocal is_answered
             if message["type"] == "http.response.start":
+                is_answered = True
                 message = {**message, "headers": [*message.get("headers", ()), *((name, own) for name in names)]}
             await send(message)
 
-        await app(scope, receive, send_with_id)
+        try:
+            await app(scope, receive, send_with_id)
+        except asyncio.CancelledError:  # the server ends without waiting for it
+            if is_answered:
+                raise
+            await shutting_down().response(scope["path"])(scope, receive, send_with_id)
 
     return enter
 
