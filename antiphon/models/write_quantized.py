@@ -196,6 +196,8 @@ def _write_shard(
         checkpoint.release(name)
     made |= {_ERRORS: json.dumps(errors)}
     save_whole(tensors, file, {"format": "pt", **made, _WRITTEN: _digest_of(tensors.items(), made[_ERRORS])})
+    for name in names:  # what stays in floats was read where it lies
+        checkpoint.release(name)
     return list(tensors), errors
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,20 @@ def test_a_folder_with_another_model_is_left_as_it_is(save_model: Any, tools: An
     with pytest.raises(UserError, match=r"out holds config\.json: give another folder"):
         write_quantized(saved.folder, out, WeightRounding(experts="int4"), silent)
     assert (out / "config.json").read_text() == "{}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+def test_a_shard_that_was_written_takes_no_memory(save_model: Any, tools: Any, tmp_path: Path) -> None:
+    """Embedding and head of a MiB each stay in floats; pages of the files that hold them are given back."""
+    saved = save_model(tools.config("qwen3_moe", **SIZES, vocab_size=4096), max_shard_size="1500KB")
+
+    def resident_bytes(done: float, total: float | None) -> None:
+        maps = Path("/proc/self/smaps").read_text().split("VmFlags")
+        sizes = [part for part in maps if str(saved.folder) in part]
+        assert sizes
+        assert sum(int(part.partition("Rss:")[2].split()[0]) for part in sizes) < 900, "KiB"
+
+    write_quantized(saved.folder, tmp_path / "out", WeightRounding(experts="int4"), resident_bytes)
 
 
 def test_two_runs_do_not_write_one_folder(save_model: Any, tools: Any, tmp_path: Path) -> None:
