@@ -66,6 +66,7 @@ TEXT_MODELS = {
     "qwen3_vl_moe": "Qwen3-30B-A3B",
 }
 TEXT_KEYS = ("text_config", "thinker_config", "language_config", "llm_config")
+_PART_OF_GGUF = re.compile(r"\.gguf[.-](part|split)", re.IGNORECASE)
 OTHER_PARTS = {"vision": "vision", "audio": "audio", "talker": "speech"}
 
 
@@ -205,6 +206,8 @@ def _refuse_other_files(file: Path, missing: str) -> None:
     with open_regular(file, missing) as opened:
         start = opened.read(1024)
     if start.startswith(MAGIC):
+        if _PART_OF_GGUF.search(file.name):
+            raise CheckpointError(f"{file} is a part of a GGUF file: join the parts, cat PART1 PART2 > model{SUFFIX}")
         raise CheckpointError(f"{file} is a GGUF file without the ending {SUFFIX}: rename it, or make a link to it")
     if file.suffix == SAFETENSORS:
         raise CheckpointError(f"{file} is one file of a checkpoint: give the folder {file.parent}")

@@ -28,7 +28,8 @@ from antiphon.models.attention_half import AttentionHalf, AttentionLayer, LayerN
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.checkpoint_folder import brief
 from antiphon.models.expert_half import FREE, LAYERS_IN_POOL, ExpertHalf, OffloadedExperts
-from antiphon.models.gguf.checkpoint import open_weights
+from antiphon.models.gguf.checkpoint import GgufCheckpoint, open_weights
+from antiphon.models.gguf.container import ROPE_TABLES
 from antiphon.models.rotary import rotary_table
 from antiphon.models.shares import Share, share_of
 from antiphon.models.tensor_names import TensorNames
@@ -49,7 +50,8 @@ from antiphon.specs.model import ModelSpec
 
 ALONE = RankGroup()
 _NUMBERS_AT_ONCE = 1 << 22
-_COMPUTED = (".weight", "bias", ".sinks")
+_COMPUTED = (".weight", "bias", ".sinks", ".scale")
+_BLOCK = "blk."  # begins tensors of layers in a GGUF file; all others there are the model's too
 _LEFT_ALONE = ("attn_k_b.weight", "attn_v_b.weight")  # some GGUF files have a matrix whole and in these two parts
 _COMPARED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ExpertIds = Sequence[int] | Mapping[int, Sequence[int]]
@@ -61,13 +63,21 @@ def open_checkpoint(folder: str | Path, spec: ModelSpec) -> Checkpoint:
     `CheckpointError` if a shard is missing or damaged, the weights are of another model, or have a head, a bias or a
     norm that `config.json` does not know."""
     checkpoint = open_weights(folder)
-    names = checkpoint.family_names(spec.family)
+    try:
+        _check(checkpoint, spec, checkpoint.family_names(spec.family))
+    except CheckpointError as error:
+        if not isinstance(checkpoint, GgufCheckpoint):
+            raise
+        raise CheckpointError(str(error).replace("config.json", "its metadata")) from error
+    return checkpoint
+
+
+def _check(checkpoint: Checkpoint, spec: ModelSpec, names: TensorNames) -> None:
     check_sizes(checkpoint, spec, names)
     checkpoint.open_shards()
     _check_all_used(checkpoint, spec, names)
     if spec.tie_embeddings and names.head in checkpoint:
         _check_tied_head(checkpoint, spec, names)
-    return checkpoint
 
 
 def _check_all_used(checkpoint: Checkpoint, spec: ModelSpec, names: TensorNames) -> None:
@@ -85,14 +95,16 @@ def _check_all_used(checkpoint: Checkpoint, spec: ModelSpec, names: TensorNames)
         is_computed = name.endswith(_COMPUTED) or checkpoint.is_packed(name)
         if is_expert or name in used or not is_computed or stored.endswith(_LEFT_ALONE):
             continue
-        is_of_model = name == bias_of(names.head) or name.startswith(layers)
-        if not is_of_model:
+        is_of_model = name in (bias_of(names.head), bias_of(names.final_norm)) or name.startswith(layers)
+        is_gguf = isinstance(checkpoint, GgufCheckpoint)
+        if not is_of_model and not (is_gguf and not name.startswith((_BLOCK, *ROPE_TABLES))):
             continue
         tensor = checkpoint.read(name) if stored in made_of else checkpoint.stored_view(stored).float()
         if tensor.any():
+            fix = "state there what it belongs to, such as attention_bias, or leave the tensor out of the weights"
             raise CheckpointError(
-                f"{checkpoint.file_of(name)}: tensor {brief(stored)} has no use by config.json: state there what it "
-                f"belongs to, such as attention_bias, or leave the tensor out of the weights"
+                f"{checkpoint.file_of(name)}: tensor {brief(stored)} has no use by config.json: "
+                f"{'use another GGUF file of the model' if is_gguf else fix}"
             )
 
 
