@@ -27,7 +27,7 @@ from antiphon.models.families.config_readers import FAMILIES
 from antiphon.models.families.config_values import MAX_WIDTH, RULES, check_value, check_values, completed
 from antiphon.models.gguf.container import MAGIC, SUFFIX, gguf_files
 from antiphon.models.gguf.metadata import gguf_config
-from antiphon.models.quantization import check_quantization
+from antiphon.models.quantization import check_quantization, quantization_beside
 from antiphon.models.shard_index import evidence_of, stored_dtype
 from antiphon.models.tensor_names import NAMES, TensorNames
 from antiphon.specs.catalog import a_file_of, refuse_another
@@ -81,6 +81,7 @@ def load_model_spec(path: str | Path, rope_scaling: str = "") -> ModelSpec:
     if file.suffix == SUFFIX:
         return _of_gguf(file, rope_scaling)
     config = config_keys.with_rope_scaling(read_config(path), rope_scaling)
+    config |= quantization_beside(file.parent, config)
     if config_keys.stated_dtype(config) is None and (stored := stored_dtype(file.parent)) is not None:
         config = config | {"dtype": stored}
     spec = model_spec(config, lambda names: evidence_of(file.parent, names))

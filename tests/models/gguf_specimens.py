@@ -264,3 +264,17 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def wide_gguf(folder: Path, file: Path, kind_of: KindOf) -> Path:
+    """Beside `file`, one with float32 for what its blocks multiply out to."""
+    wide = write_gguf(folder, file, kind_of)
+    reader = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(file.with_name("wide.gguf"), str(reader.fields["general.architecture"].contents()))
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            writer.add_key_value(name, field.contents(), field.types[0])
+    for name, tensor in wide.items():
+        writer.add_tensor(name, tensor.numpy())
+    finish(writer)
+    return file.with_name("wide.gguf")

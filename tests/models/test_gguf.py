@@ -3,6 +3,7 @@
 import json
 import mmap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -12,13 +13,17 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from antiphon.base.errors import CheckpointError
+from antiphon.kernels.cpu import CpuBackend
+from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.config import load_model_spec
 from antiphon.models.gguf.checkpoint import open_weights, read_blocks
 from antiphon.models.gguf.container import TYPES, GgufArray, GgufHeader
 from antiphon.models.gguf.metadata import config_of
-from antiphon.models.load import open_checkpoint
+from antiphon.models.load import load_expert, load_expert_half, open_checkpoint
 from antiphon.models.packed import multiplied_out
-from tests.models.gguf_specimens import ARCHITECTURES, all_of, finish, metadata, stored_as, write_gguf
+from antiphon.models.shares import share_of
+from tests.models.gguf_specimens import ARCHITECTURES, all_of, finish, metadata, stored_as, wide_gguf, write_gguf
+from tests.models.test_shares import logits_of_ranks
 
 BLOCKS = [kind for number in TYPES if (kind := Kind(number)).name not in ("F32", "F16", "BF16")]
 
@@ -50,20 +55,6 @@ def test_families_in_float32(family: str, save_model: Any, tools: Any, tmp_path:
     assert load_model_spec(tmp_path / "model.gguf").eos_token_ids == (2,)
 
 
-def wide_gguf(folder: Path, file: Path, kind: Kind, **how: Any) -> Path:
-    """Beside `file`, one with float32 for what its blocks multiply out to."""
-    wide = write_gguf(folder, file, all_of(kind), **how)
-    reader = gguf.GGUFReader(file)
-    writer = gguf.GGUFWriter(file.with_name("wide.gguf"), str(reader.fields["general.architecture"].contents()))
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
-            writer.add_key_value(name, field.contents(), field.types[0])
-    for name, tensor in wide.items():
-        writer.add_tensor(name, tensor.numpy())
-    finish(writer)
-    return file.with_name("wide.gguf")
-
-
 BIG = {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 
 
@@ -71,9 +62,57 @@ BIG = {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 25
 def test_types_through_a_model(kind: Kind, save_model: Any, tools: Any, tmp_path: Path) -> None:
     config = tools.config("qwen3_moe", **BIG, head_dim=64, decoder_sparse_step=1, initializer_range=0.02)
     folder = save_model(config).folder
-    wide = wide_gguf(folder, tmp_path / "model.gguf", kind)
+    file = tmp_path / "model.gguf"
+    wide = wide_gguf(folder, file, all_of(kind))
     token_ids = tools.ids(9)
-    found = tools.run(tools.load(tmp_path / "model.gguf"), token_ids, [9])
+    expected = tools.run(tools.load(wide), token_ids, [9])
+    torch.testing.assert_close(tools.run(tools.load(file), token_ids, [9]), expected, rtol=1e-4, atol=1e-4)
+    found = logits_of_ranks(SimpleNamespace(folder=file), 2, token_ids, [8, 1], backend=CpuBackend(torch.float32))
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
+    spec, checkpoint = load_model_spec(file), open_weights(file)
+    half = load_expert_half(checkpoint, spec, CpuBackend(torch.float32), [0, 1], num_slots=3)
+    load_expert(checkpoint, spec, share_of(spec), half, 1, 4, 2)
+    half.hold(1, 2, 4)
+    whole = load_expert_half(open_weights(wide), spec, ReferenceBackend())
+    x_TH, ids = torch.randn(3, spec.hidden_size), torch.full((3, 1), 4, dtype=torch.int32)
+    moved = half.forward(1, x_TH, half.to_local(1, ids), torch.ones(3, 1))
+    expected = whole.forward(1, x_TH, ids, torch.ones(3, 1))
+    assert (moved - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def as_q4_k_m(name: str, shape: tuple[int, ...]) -> Kind:
+    """The mix of that name: more bits for values, head and half of the down projections."""
+    more = "attn_v" in name or name == "output.weight" or ("ffn_down" in name and "blk.0" in name)
+    return all_of(Kind.Q6_K if more else Kind.Q4_K)(name, shape)
+
+
+def test_types_in_one_file(save_model: Any, tools: Any, tmp_path: Path) -> None:
+    config = tools.config("qwen3_moe", **BIG, head_dim=64, decoder_sparse_step=1, initializer_range=0.02)
+    wide = wide_gguf(save_model(config).folder, tmp_path / "model.gguf", as_q4_k_m)
+    token_ids, backend = tools.ids(9), CpuBackend(torch.float32)
+    found = tools.run(tools.load(tmp_path / "model.gguf", backend), token_ids, [9], 16)
+    torch.testing.assert_close(found, tools.run(tools.load(wide), token_ids, [9]), rtol=1e-4, atol=1e-4)
+
+
+IN_BLOCKS = ["dbrx", "deepseek_v3", "glm4_moe", "gpt_oss", "granitemoeshared", "mixtral", "olmoe", "phimoe"]
+
+
+@pytest.mark.parametrize("family", IN_BLOCKS)
+def test_families_in_blocks(family: str, save_model: Any, tools: Any, tmp_path: Path) -> None:
+    """Rows in turns, a split up projection, stacked q, k and v, and experts with biases."""
+    wider = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2}
+    if family in ("deepseek_v3", "glm4_moe"):
+        wider |= {"moe_intermediate_size": 64}
+    if family == "deepseek_v3":
+        wider |= {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    if family == "dbrx":
+        ffn = {"ffn_hidden_size": 64, "moe_num_experts": 5, "moe_top_k": 3}
+        wider = {"d_model": 96, "ffn_config": ffn}
+    folder = save_model(tools.config(family, **wider)).folder
+    kind = Kind.MXFP4 if family == "gpt_oss" else Kind.Q8_0
+    wide = wide_gguf(folder, tmp_path / "model.gguf", all_of(kind))
+    token_ids, backend = tools.ids(9), CpuBackend(torch.float32)
+    found = tools.run(tools.load(tmp_path / "model.gguf", backend), token_ids, [9], 16)
     torch.testing.assert_close(found, tools.run(tools.load(wide), token_ids, [9]), rtol=1e-4, atol=1e-4)
 
 
@@ -294,7 +333,7 @@ def test_what_the_file_says_of_normalised_weights(save_model: Any, tools: Any, t
 @pytest.mark.parametrize(
     ("kind", "architecture", "expected"),
     [
-        ("adapter", "llama", "this is no model but an adapter: merge it into its model, and give that"),
+        ("adapter", "llama", "this is no model but an adapter, which must be merged into its model; give the GGUF"),
         ("mmproj", "clip", "this is no model but the part of a model that reads pictures or sound"),
         ("imatrix", "", "this is no model but statistics for a quantiser"),
         ("vocab", "llama", "this is no model but a vocabulary without weights"),

@@ -26,7 +26,7 @@ _DTYPES = {"F32": "float32", "F16": "float16"}
 _ENDINGS = ("eos", "eot", "eom")
 _OLD_V3 = (61, 256)  # layers and experts of DeepSeek-V3, whose first files do not say its 8 groups
 _NO_MODELS = {
-    "adapter": "an adapter: merge it into its model, and give that",
+    "adapter": "an adapter, which must be merged into its model",
     "controlvector": "a control vector",
     "imatrix": "statistics for a quantiser",
     "mmproj": "the part of a model that reads pictures or sound",
