@@ -20,6 +20,7 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 ARCHITECTURES = {
     "dbrx": "dbrx",
+    "deepseek": "deepseek",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "dots1": "dots1",
@@ -38,7 +39,7 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "solar_open": "glm4moe",
 }
-TURNED = ("mixtral", "granitemoe", "granitemoeshared")
+TURNED = ("deepseek", "mixtral", "granitemoe", "granitemoeshared")
 QUANTIZED = {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}  # the package quantises into these
 
 
@@ -178,7 +179,7 @@ def metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> No
         writer.add_expert_weights_norm(bool(config.get("norm_topk_prob")))
         writer.add_expert_group_count(config.get("n_group") or 1)
         writer.add_expert_group_used_count(config.get("topk_group") or 1)
-        softmax = family == "deepseek_v2"
+        softmax = family in ("deepseek", "deepseek_v2")
         writer.add_expert_gating_func(
             gguf.ExpertGatingFuncType.SOFTMAX if softmax else gguf.ExpertGatingFuncType.SIGMOID
         )

@@ -23,6 +23,7 @@ from antiphon.models.load import load_expert, load_expert_half, open_checkpoint
 from antiphon.models.packed import multiplied_out
 from antiphon.models.shares import share_of
 from tests.models.gguf_specimens import ARCHITECTURES, all_of, finish, metadata, stored_as, wide_gguf, write_gguf
+from tests.models.test_families import saved_deepseek
 from tests.models.test_shares import logits_of_ranks
 
 BLOCKS = [kind for number in TYPES if (kind := Kind(number)).name not in ("F32", "F16", "BF16")]
@@ -47,7 +48,8 @@ def test_families_in_float32(family: str, save_model: Any, tools: Any, tmp_path:
         changes = {"decoder_sparse_step": 1}
     if family == "phimoe":
         changes = {"router_jitter_noise": 0.01}
-    saved = save_model(tools.config(family, **changes))
+    is_first = family == "deepseek"
+    saved = saved_deepseek(save_model, tools) if is_first else save_model(tools.config(family, **changes))
     write_gguf(saved.folder, tmp_path / "model.gguf", all_of(Kind.F32))
     token_ids = tools.ids(17)
     decoder = tools.load(tmp_path / "model.gguf")
