@@ -330,6 +330,19 @@ def test_the_first_token_as_the_file_states_it(adds: bool, tmp_path: Path) -> No
     assert loaded.encode("Hello", add_special_tokens=True) == [*([source.token_to_id(GGUF_SPECIAL[1])] * adds), *plain]
 
 
+def test_words_and_the_first_token_of_llama_3(tmp_path: Path) -> None:
+    """A word of the vocabulary that no merges lead to is one token; texts begin with BOS, though no key says it."""
+    source = trained("llama-bpe")
+    described = json.loads(source.to_str())
+    vocabulary = described["model"]["vocab"]
+    word = max((text for text in vocabulary if text.isascii() and text.isalpha()), key=len)
+    described["model"]["merges"] = [pair for pair in described["model"]["merges"] if "".join(pair) != word]
+    plain = Tokenizer.from_str(json.dumps(described))
+    assert len(plain.encode(word, add_special_tokens=False).ids) > 1
+    loaded = load_tokenizer(write_gguf(tmp_path / "model.gguf", plain, "llama-bpe"))
+    assert loaded.encode(word, add_special_tokens=True) == [plain.token_to_id(GGUF_SPECIAL[1]), vocabulary[word]]
+
+
 def test_an_unknown_pattern_is_refused(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", trained("qwen2"), "jais-2")
     with pytest.raises(CheckpointError, match=r"model.gguf: tokenizer.ggml.pre = 'jais-2' is not known: put"):

@@ -202,8 +202,9 @@ _DEEPSEEK_LLM = (
     r"\p{N}",
 )
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe")
 _PATTERNS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys((*_LLAMA3_NAMES, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "dots1"), (_QWEN2,)),
     **dict.fromkeys(("gpt-4o", "minimax-m2"), (_CASED,)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK),
@@ -213,6 +214,7 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     "kimi-k2": (KIMI_PATTERN,),
 }  # llama.cpp's names
 _COMPOSED = ("qwen2", "deepseek-r1-qwen", "olmo")  # texts are brought into the normal form NFC first
+_WHOLE_WORDS = (*_LLAMA3_NAMES, "kimi-k2")  # a word that is a token is that token, even if no merges lead to it
 _CONTROL, _USER_DEFINED = 3, 4  # `token_type`
 _PHI, _SPACE = "phimoe", "\u2581"
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -261,7 +263,7 @@ def _gpt2(file: Path, metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
         raise CheckpointError(f"{file.name}: tokenizer.ggml.pre = {brief(name)} is not known: {_beside()}")
     merges = [tuple(merge.split(" ", 1)) for merge in _array(metadata, "merges")]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    backend = _byte_level(vocabulary, merges, _PATTERNS[name], ignore_merges=False)
+    backend = _byte_level(vocabulary, merges, _PATTERNS[name], ignore_merges=name in _WHOLE_WORDS)
     if name in _COMPOSED:
         backend.normalizer = normalizers.NFC()
     return backend
@@ -292,8 +294,9 @@ def _config(metadata: dict[str, Any], tokens: list[str], kind: object) -> dict[s
         number = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if type(number) is int and 0 <= number < len(tokens):
             config[role] = tokens[number]
+    begins = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES  # as llama.cpp does unasked
     for role in ("bos", "eos"):
-        stated = metadata.get(f"tokenizer.ggml.add_{role}_token", kind == "llama" and role == "bos")
+        stated = metadata.get(f"tokenizer.ggml.add_{role}_token", begins and role == "bos")
         config[f"add_{role}_token"] = bool(stated)
     templates = {
         key.removeprefix("tokenizer.chat_template.") if key != "tokenizer.chat_template" else "default": value
