@@ -39,7 +39,7 @@ from antiphon.models.packed import (
     multiplied_out,
     packed_matrices,
 )
-from antiphon.models.quantization import PackedLayout, packing_of
+from antiphon.models.quantization import PackedLayout, packing_of, quantization_beside
 from antiphon.models.rounding import AS_STORED, WeightRounding
 from antiphon.models.shard_index import TensorEntry, file_of_each_tensor, read_header, truncated, unused_files
 from antiphon.models.tensor_names import BLOCKS_SUFFIX, NAMES, TensorNames
@@ -53,6 +53,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "U8": torch.uint8,
 }
+_NARROW = ("F8_E4M3", "I8", "U8")  # of matrices with a scale beside them
 _PARTS = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F8_E8M0": torch.float8_e8m0fnu}  # of matrices
 
 
@@ -268,7 +269,7 @@ class Checkpoint:
 
     def file_of(self, name: str) -> str:
         """The name of the file that holds the tensor."""
-        return self._file_of[self._parts(name)[0]]
+        return self._file_of[self.parts(name)[0]]
 
     def stored_bytes(self, name: str, rows: Rows = None, cut: Cut = None) -> int:
         """Bytes that the tensor (or a part of it) takes in the file, scales included; in whole blocks of scales it may
@@ -280,7 +281,7 @@ class Checkpoint:
             axis, whole = cut[0], self.shape(name)
             columns = MXFP4_BLOCK if name.endswith(BLOCKS_SUFFIX) and axis == len(whole) - 2 else 1
             sizes.append((cut[2] - cut[1], whole[axis] * columns))
-        num_bytes = sum(self._shard(part).num_bytes(part) for part in self._parts(name))
+        num_bytes = sum(self._shard(part).num_bytes(part) for part in self.parts(name))
         for part, size in sizes:
             num_bytes = num_bytes * part // max(size, 1)
         return num_bytes
@@ -319,12 +320,12 @@ class Checkpoint:
 
     def will_need(self, name: str, rows: Rows = None) -> None:
         """Have the system read the tensor from the disk while something else is done."""
-        for part in self._parts(name):
+        for part in self.parts(name):
             self._shard(part).will_need(part, self._rows_of(part, name, rows))
 
     def release(self, name: str, rows: Rows = None) -> None:
         """Give the pages of a tensor read before back to the system; views of it stay valid and re-read the file."""
-        for part in self._parts(name):
+        for part in self.parts(name):
             self._shard(part).release(part, self._rows_of(part, name, rows))
 
     def _rows_of(self, part: str, name: str, rows: Rows) -> Rows:
@@ -346,7 +347,7 @@ class Checkpoint:
             return self._made[name].matrices(rows)
         dtype = self._shard(name).entries[name].dtype
         scale = self._scale_name(name)
-        if dtype not in ("F8_E4M3", "I8", "U8") or (dtype == "I8" and scale is None):
+        if dtype not in _NARROW or (dtype == "I8" and scale is None):
             return None
         make = packed.mxfp4_matrices if dtype == "U8" else packed.scaled_matrices
         if len(self.stored_shape(name)) == 2 and dtype != "U8":  # rows of a matrix may share a scale with others
@@ -363,7 +364,7 @@ class Checkpoint:
         """The axes of the tensor as it comes back."""
         return len(self.shape(name)) - (name not in self._made and name.endswith(BLOCKS_SUFFIX))
 
-    def _parts(self, name: str) -> tuple[str, ...]:
+    def parts(self, name: str) -> tuple[str, ...]:
         """The stored tensors that make it."""
         if name in self._made:
             return self._made[name].parts
@@ -371,6 +372,8 @@ class Checkpoint:
         return (name,) if scale is None else (name, scale)
 
     def _scale_name(self, name: str) -> str | None:
+        if self._shard(name).entries[name].dtype not in _NARROW:
+            return None
         names = [name + suffix for suffix in SCALE_SUFFIXES]
         if name.endswith(BLOCKS_SUFFIX):
             names = [packed.scales_name(name)]
@@ -380,7 +383,8 @@ class Checkpoint:
         """What `config.json` says is packed; it is read only where a name looks like it."""
         if not any(name.endswith(PACKED_SUFFIXES) for name in self._file_of):
             return {}
-        self._packing = packing_of(read_json(self.folder / "config.json"))
+        config = read_json(self.folder / "config.json")
+        self._packing = packing_of(config | quantization_beside(self.folder, config))
         return {} if self._packing is None else packed_matrices(self.names, self._packing, self)
 
     def _renamed(self, stored: dict[str, _Held]) -> dict[str, _Held]:

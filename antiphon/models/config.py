@@ -27,7 +27,7 @@ from antiphon.models.families.config_readers import FAMILIES
 from antiphon.models.families.config_values import MAX_WIDTH, RULES, check_value, check_values, completed
 from antiphon.models.gguf.container import MAGIC, SUFFIX, gguf_files
 from antiphon.models.gguf.metadata import gguf_config
-from antiphon.models.quantization import check_quantization
+from antiphon.models.quantization import check_quantization, quantization_beside
 from antiphon.models.shard_index import evidence_of, stored_dtype
 from antiphon.models.tensor_names import NAMES, TensorNames
 from antiphon.specs.catalog import a_file_of, refuse_another
@@ -66,6 +66,7 @@ TEXT_MODELS = {
     "qwen3_vl_moe": "Qwen3-30B-A3B",
 }
 TEXT_KEYS = ("text_config", "thinker_config", "language_config", "llm_config")
+_PART_OF_GGUF = re.compile(r"\.gguf[.-](part|split)", re.IGNORECASE)
 OTHER_PARTS = {"vision": "vision", "audio": "audio", "talker": "speech"}
 
 
@@ -80,6 +81,7 @@ def load_model_spec(path: str | Path, rope_scaling: str = "") -> ModelSpec:
     if file.suffix == SUFFIX:
         return _of_gguf(file, rope_scaling)
     config = config_keys.with_rope_scaling(read_config(path), rope_scaling)
+    config |= quantization_beside(file.parent, config)
     if config_keys.stated_dtype(config) is None and (stored := stored_dtype(file.parent)) is not None:
         config = config | {"dtype": stored}
     spec = model_spec(config, lambda names: evidence_of(file.parent, names))
@@ -205,6 +207,8 @@ def _refuse_other_files(file: Path, missing: str) -> None:
     with open_regular(file, missing) as opened:
         start = opened.read(1024)
     if start.startswith(MAGIC):
+        if _PART_OF_GGUF.search(file.name):
+            raise CheckpointError(f"{file} is a part of a GGUF file: join the parts, cat PART1 PART2 > model{SUFFIX}")
         raise CheckpointError(f"{file} is a GGUF file without the ending {SUFFIX}: rename it, or make a link to it")
     if file.suffix == SAFETENSORS:
         raise CheckpointError(f"{file} is one file of a checkpoint: give the folder {file.parent}")

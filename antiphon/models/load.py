@@ -6,6 +6,7 @@
 3. Copy: tensor by tensor into the back-end's packed weights (`models/weights`). What that took goes back to the system.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,8 @@ from antiphon.models.attention_half import AttentionHalf, AttentionLayer, LayerN
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.checkpoint_folder import brief
 from antiphon.models.expert_half import FREE, LAYERS_IN_POOL, ExpertHalf, OffloadedExperts
-from antiphon.models.gguf.checkpoint import open_weights
+from antiphon.models.gguf.checkpoint import GgufCheckpoint, open_weights
+from antiphon.models.gguf.container import ROPE_TABLES
 from antiphon.models.rotary import rotary_table
 from antiphon.models.shares import Share, share_of
 from antiphon.models.tensor_names import TensorNames
@@ -49,8 +51,13 @@ from antiphon.specs.model import ModelSpec
 
 ALONE = RankGroup()
 _NUMBERS_AT_ONCE = 1 << 22
-_COMPUTED = (".weight", "bias", ".sinks")
-_LEFT_ALONE = ("attn_k_b.weight", "attn_v_b.weight")  # some GGUF files have a matrix whole and in these two parts
+_EXPERT = re.compile(r"(\.experts)\.\d+\.")
+_AROUND = re.compile(r"(model|transformer)\.(?!layers\.|blocks\.|mtp)[\w.]*(norm|embed|wte)")  # not in a layer
+_BLOCK = "blk."  # begins tensors of layers in a GGUF file; all others there are the model's too
+_LEFT_ALONE = re.compile(
+    r"attn_[kv]_b\.weight$"  # of a matrix that is there as a whole, too
+    r"|rotary_emb\.|\.(input|output|activation|[qkv]|kv|prob|cache)_(global_)?(scale|zero_point|amax)$"
+)
 _COMPARED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ExpertIds = Sequence[int] | Mapping[int, Sequence[int]]
 
@@ -61,13 +68,21 @@ def open_checkpoint(folder: str | Path, spec: ModelSpec) -> Checkpoint:
     `CheckpointError` if a shard is missing or damaged, the weights are of another model, or have a head, a bias or a
     norm that `config.json` does not know."""
     checkpoint = open_weights(folder)
-    names = checkpoint.family_names(spec.family)
+    try:
+        _check(checkpoint, spec, checkpoint.family_names(spec.family))
+    except CheckpointError as error:
+        if not isinstance(checkpoint, GgufCheckpoint):
+            raise
+        raise CheckpointError(str(error).replace("config.json", "its metadata")) from error
+    return checkpoint
+
+
+def _check(checkpoint: Checkpoint, spec: ModelSpec, names: TensorNames) -> None:
     check_sizes(checkpoint, spec, names)
     checkpoint.open_shards()
     _check_all_used(checkpoint, spec, names)
     if spec.tie_embeddings and names.head in checkpoint:
         _check_tied_head(checkpoint, spec, names)
-    return checkpoint
 
 
 def _check_all_used(checkpoint: Checkpoint, spec: ModelSpec, names: TensorNames) -> None:
@@ -77,22 +92,24 @@ def _check_all_used(checkpoint: Checkpoint, spec: ModelSpec, names: TensorNames)
     used = {ref.name for plan in (outer_plan(spec, names), *plans) for refs in plan.values() for ref in refs}
     for layer in spec.expert_layers:
         used |= {ref.name for ref in expert_refs(spec, names, layer, 0, checkpoint).refs}
+    used |= {part for name in used if name in checkpoint for part in checkpoint.parts(name)}
     layers = tuple(names.layer.format(layer=layer) for layer in range(spec.num_layers))
-    made_of = checkpoint.made_of
+    made_of, is_gguf = checkpoint.made_of, isinstance(checkpoint, GgufCheckpoint)
     for stored in checkpoint.names:
         name = made_of.get(stored, stored)
-        is_expert = ".experts." in name and not name.endswith("bias")
-        is_computed = name.endswith(_COMPUTED) or checkpoint.is_packed(name)
-        if is_expert or name in used or not is_computed or stored.endswith(_LEFT_ALONE):
+        if _EXPERT.sub(r"\1.0.", name) in used or _LEFT_ALONE.search(stored):
             continue
-        is_of_model = name == bias_of(names.head) or name.startswith(layers)
-        if not is_of_model:
+        around = _AROUND.match(name) and checkpoint.prefix is None
+        if is_gguf and not name.startswith((_BLOCK, *ROPE_TABLES)):
+            around = True
+        if not (around or name == bias_of(names.head) or name.startswith(layers)):
             continue
         tensor = checkpoint.read(name) if stored in made_of else checkpoint.stored_view(stored).float()
-        if tensor.any():
+        if tensor.any() and not ("scale" in name and bool((tensor == 1).all())):
+            fix = "state there what it belongs to, such as attention_bias, or leave the tensor out of the weights"
             raise CheckpointError(
-                f"{checkpoint.file_of(name)}: tensor {brief(stored)} has no use by config.json: state there what it "
-                f"belongs to, such as attention_bias, or leave the tensor out of the weights"
+                f"{checkpoint.file_of(name)}: tensor {brief(stored)} has no use by config.json: "
+                f"{'use another GGUF file of the model' if is_gguf else fix}"
             )
 
 

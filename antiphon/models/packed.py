@@ -119,11 +119,11 @@ class PackedMatrix:
         return CheckpointError(f"{self.codes_name}: {what}: download the checkpoint again")
 
     def part(self, suffix: str, *shape: int) -> Tensor:
-        """A stored tensor, which must have this shape."""
+        """A stored tensor, which must have this shape, if one is given."""
         if suffix not in self.named:
             raise self.error(f"there is no {suffix.lstrip('_')} beside it")
         found = self.stored.stored_shape(self.named[suffix])
-        if found != shape:
+        if shape and found != shape:
             raise self.error(f"{suffix.lstrip('_')} beside it has shape {list(found)}, {list(shape)} is needed")
         return self.stored.stored_view(self.named[suffix])
 
@@ -147,12 +147,16 @@ class PackedMatrix:
 
     def bits(self) -> int:
         """4 or 8: what the shapes say, where the config names both."""
-        if len(self.packing.bits) == 1 or self.packing.method != "compressed-tensors":
+        if len(self.packing.bits) == 1 or (self.packing.method == "gptq" and "g_idx" not in self.named):
             return self.packing.bits[0]
-        words = self.stored.stored_shape(self.codes_name)[1]
-        return next(
-            (b for b in self.packing.bits if -(-self.shape[1] * b // _WORD_BITS) == words), self.packing.bits[0]
-        )
+        if self.packing.method == "gptq":
+            words, columns = (
+                self.stored.stored_shape(self.codes_name)[0],
+                self.stored.stored_shape(self.named["g_idx"])[0],
+            )
+        else:
+            words, columns = self.stored.stored_shape(self.codes_name)[1], self.shape[1]
+        return next((b for b in self.packing.bits if -(-columns * b // _WORD_BITS) == words), self.packing.bits[0])
 
     def _read_shape(self) -> tuple[int, int]:
         found = self.stored.stored_shape(self.codes_name)
@@ -161,7 +165,7 @@ class PackedMatrix:
         if self.packing.method == "awq":
             return found[1] * 8, found[0]
         if self.packing.method == "gptq":
-            return found[1], found[0] * _WORD_BITS // self.packing.bits[0]
+            return found[1], found[0] * _WORD_BITS // self.bits()
         if "_shape" not in self.named:
             return found[0], found[1] * 2
         rows, columns = (int(size) for size in self.part("_shape", 2).tolist())
@@ -182,14 +186,13 @@ def _compressed(matrix: PackedMatrix, first: int, last: int) -> QuantizedWeight:
     num_groups = scale_shape[1] if len(scale_shape) == 2 else 1
     scales = _scales(matrix, matrix.part("_scale", num_rows, num_groups)[first:last])
     zeros = None
-    if "_zero_point" in matrix.named:
+    if "_zero_point" in matrix.named and matrix.part("_zero_point").dtype == torch.int8:  # as its versions before 0.10
+        signed = matrix.part("_zero_point", num_rows, num_groups)[first:last].short()
+        zeros = signed + 8 if bits == 4 else signed
+    elif "_zero_point" in matrix.named:
         words = matrix.words("_zero_point", -(-num_rows * bits // _WORD_BITS), num_groups)
-        zeros = _down_columns(words, num_groups, bits)[first:last]
-    codes, zeros = (
-        _codes(codes[:, : -(-num_columns * bits // 8)], bits),
-        None if zeros is None else _signed(zeros, bits),
-    )
-    return _grouped(matrix, codes, scales, zeros, bits)
+        zeros = _signed(_down_columns(words, num_groups, bits)[first:last], bits)
+    return _grouped(matrix, _codes(codes[:, : -(-num_columns * bits // 8)], bits), scales, zeros, bits)
 
 
 def _mxfp4(matrix: PackedMatrix, first: int, last: int) -> QuantizedWeight:
@@ -205,7 +208,7 @@ def _mxfp4(matrix: PackedMatrix, first: int, last: int) -> QuantizedWeight:
 
 def _gptq(matrix: PackedMatrix, first: int, last: int) -> QuantizedWeight:
     num_rows, num_columns = matrix.shape
-    bits, packing = matrix.packing.bits[0], matrix.packing
+    bits, packing = matrix.bits(), matrix.packing
     words = matrix.words("qweight", num_columns * bits // _WORD_BITS, num_rows).view(-1, num_rows, 4)
     codes = words[:, first:last].transpose(0, 1).reshape(last - first, -1)
     num_groups = matrix.stored.stored_shape(matrix.named.get("scales", matrix.codes_name))[0]

@@ -4,6 +4,7 @@
 - `quant_method: compressed-tensors` (llm-compressor, GLM-4.5-FP8, Kimi-K2): float8 and int8 with a scale a row, a block
   of 128 x 128, or a tensor; 4 and 8 bits in words (`pack-quantized`) and MXFP4 (`models/packed`).
 - `quant_method: gptq` with 4 and 8 bits, `awq` in its GEMM layout (`models/packed`).
+- `quant_method: modelopt` with one float8 scale a tensor.
 - `quant_method: mxfp4` of gpt-oss: four-bit experts in blocks of 32.
 Activations, keys and values that a checkpoint would round too stay as they are: that is more exact, and `left_out` says
 so. Everything else is refused by name.
@@ -11,10 +12,11 @@ so. Everything else is refused by name.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from antiphon.base.errors import CheckpointError
-from antiphon.models.checkpoint_folder import brief
+from antiphon.models.checkpoint_folder import brief, read_json
 
 Config = Mapping[str, Any]
 
@@ -29,12 +31,13 @@ PACKED_FORMATS = ("pack-quantized", "mxfp4-pack-quantized")
 STRATEGIES = ("tensor", "channel", "block")
 BLOCK = [128, 128]
 _BITS = (4, 8)
+_OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedLayout:
-    """What `quantization_config` says of packed weights. `group_sizes`: those in use, None for whole rows.
-    `zero_shift`: what is added to stored zero points."""
+    """What `quantization_config` says of packed weights. `bits` and `group_sizes`: those in use, None for whole rows;
+    shapes say which a matrix has. `zero_shift`: what is added to stored zero points."""
 
     method: Literal["compressed-tensors", "gptq", "awq"]
     bits: tuple[int, ...]
@@ -55,6 +58,8 @@ def check_quantization(config: Config) -> None:
         _check_compressed(quantization)
     elif method in ("gptq", "awq"):
         _check_words(quantization)
+    elif method == "modelopt" and quantization.get("quant_algo") == "FP8":
+        return
     elif method != "fp8":
         raise _unsupported(f"quant_method = {brief(method)}")
     elif (block := quantization.get("weight_block_size")) is not None and block != BLOCK:
@@ -86,32 +91,59 @@ def packing_of(config: Config) -> PackedLayout | None:
         sizes = [scheme.get("group_size") if scheme.get("strategy") == "group" else None for scheme in schemes]
         bits = tuple(dict.fromkeys(scheme["num_bits"] for scheme in schemes))
         return PackedLayout(method="compressed-tensors", bits=bits, group_sizes=tuple(dict.fromkeys(sizes)))
-    size = _group_size_of(quantization)
-    group_sizes = (size if size > 0 else None,) if type(size) is int else (None,)
+    if method not in ("gptq", "awq"):
+        return None
+    parts = [quantization, *_overrides(quantization)]
+    sizes = [size if type(size := _group_size_of(part)) is int and size > 0 else None for part in parts]
+    group_sizes = tuple(dict.fromkeys(sizes))
     if method == "awq":
         return PackedLayout(method="awq", bits=(4,), group_sizes=group_sizes, symmetric=False)
-    if method == "gptq":
-        return PackedLayout(
-            method="gptq",
-            bits=(_bits_of(quantization),),
-            group_sizes=group_sizes,
-            symmetric=bool(_stated(quantization, "sym", True)),
-            zero_shift=0 if quantization.get("checkpoint_format") == "gptq_v2" else 1,
-        )
-    return None
+    return PackedLayout(
+        method="gptq",
+        bits=tuple(dict.fromkeys(_bits_of(part) for part in parts)),
+        group_sizes=group_sizes,
+        symmetric=all(bool(_stated(part, "sym", True)) for part in parts),
+        zero_shift=0 if _layout_of(quantization) == "gptq_v2" else 1,
+    )
+
+
+def quantization_beside(folder: Path, config: Config) -> dict[str, Any]:
+    """The `quantization_config` that the first tools wrote to a file of its own; nothing where `config` has one."""
+    if _quantization(config):
+        return {}
+    for name, method in _OWN_FILES.items():
+        if (folder / name).exists():
+            found = read_json(folder / name)
+            inner = _mapping(found.get("quantization") or found, name)
+            return {"quantization_config": {"quant_method": method, **inner}}
+    return {}
+
+
+def _overrides(quantization: Config) -> Iterator[Config]:
+    """GPTQModel's `dynamic`: what differs for modules that a regular expression names; "-:" begins those that are left
+    as they were."""
+    for name, part in _mapping(quantization.get("dynamic") or {}, "dynamic").items():
+        if not name.startswith("-:") and part:
+            yield {**quantization, **_mapping(part, f"dynamic: {name}")}
+
+
+def _layout_of(quantization: Config) -> str:
+    """Two tools have two names for it."""
+    key, usual = ("version", "gemm") if quantization.get("quant_method") == "awq" else ("checkpoint_format", "gptq")
+    return str(_stated(quantization, key, _stated(quantization, "format", usual))).lower()
 
 
 def _check_words(quantization: Config) -> None:
     """GPTQ and AWQ."""
-    method, bits = quantization.get("quant_method"), _bits_of(quantization)
-    size = _group_size_of(quantization)
-    if bits not in (_BITS if method == "gptq" else (4,)) or type(bits) is not int:
-        raise _unsupported(f"quant_method = {brief(method)} with bits = {brief(bits)}")
-    if type(size) is not int or (size != -1 and size < 1):
-        raise _unsupported(f"quant_method = {brief(method)} with group_size = {brief(size)}")
-    key, usual = ("version", "gemm") if method == "awq" else ("checkpoint_format", "gptq")
-    layout = _stated(quantization, key, usual)
-    if str(layout).lower() not in (("gemm",) if method == "awq" else ("gptq", "gptq_v2")):
+    method = quantization.get("quant_method")
+    for part in (quantization, *_overrides(quantization)):
+        bits, size = _bits_of(part), _group_size_of(part)
+        if bits not in (_BITS if method == "gptq" else (4,)) or type(bits) is not int:
+            raise _unsupported(f"quant_method = {brief(method)} with bits = {brief(bits)}")
+        if type(size) is not int or (size != -1 and size < 1):
+            raise _unsupported(f"quant_method = {brief(method)} with group_size = {brief(size)}")
+    layout = _layout_of(quantization)
+    if layout not in (("gemm",) if method == "awq" else ("gptq", "gptq_v2")):
         raise _unsupported(f"quant_method = {brief(method)} in the layout {brief(layout)}")
     if method == "awq" and not _stated(quantization, "zero_point", True):
         raise _unsupported("quant_method = 'awq' without zero points")

@@ -125,7 +125,7 @@ def truncated(path: Path, file_bytes: int, needed: int) -> CheckpointError:
 
 
 AGAIN = "download it again"
-FURTHER_TOKENS = "eh_proj."  # begins the tensors, in few bits several, that only a layer for further tokens has
+FURTHER_TOKENS = ("eh_proj.", "nextn.")  # begin tensors, in few bits several, that only a layer for further tokens has
 _NUMBER = "([0-9]{1,9})"
 _FLOATS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 Header = dict[str, TensorEntry]

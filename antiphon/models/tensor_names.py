@@ -151,6 +151,7 @@ _GGUF = TensorNames(
         StackedLayout(
             kind="apart", gate_up=("ffn_gate_exps.weight", "ffn_up_exps.weight"), down="ffn_down_exps.weight"
         ),
+        StackedLayout(kind="fused", gate_up=("ffn_gate_up_exps.weight",), down="ffn_down_exps.weight"),
     ),
     q_direct="attn_q.weight",
     q_down="attn_q_a.weight",
@@ -161,4 +162,8 @@ _GGUF = TensorNames(
     kv_up="attn_kv_b.weight",
 )
 _GGUF_AFTER_ATTENTION = replace(_GGUF, post_norm="post_attention_norm.weight")
-GGUF_NAMES = dict.fromkeys(NAMES, _GGUF) | dict.fromkeys(("glm4_moe", "gpt_oss"), _GGUF_AFTER_ATTENTION)
+GGUF_NAMES = {
+    **dict.fromkeys(NAMES, _GGUF),
+    **dict.fromkeys(("glm4_moe", "gpt_oss"), _GGUF_AFTER_ATTENTION),
+    "dbrx": replace(_GGUF, qkv=("attn_qkv.weight",), post_norm="attn_output_norm.weight"),
+}

@@ -280,6 +280,12 @@ def expert_refs(spec: ModelSpec, names: TensorNames, layer: int, expert: int, ch
             return ExpertRefs("separate" if len(gate_up) == 2 else "fused", gate_up, down)
         return _stacked_refs(spec, layout, prefix, expert)
     tried = " or ".join(prefix + layout.marker() for layout in names.experts)
+    stored = checkpoint.names if isinstance(checkpoint, Checkpoint) else []
+    if found := next((name for name in stored if name.endswith(packed.PACKED_SUFFIXES)), None):
+        raise CheckpointError(
+            f"{checkpoint.folder}: {found} is packed, and no quantization_config in config.json says how: download "
+            f"config.json again"
+        )
     raise CheckpointError(f"{checkpoint.folder}: experts of layer {layer} not found: expected {tried}")
 
 

@@ -19,21 +19,27 @@ from torch import Tensor
 
 Tensors = dict[str, Tensor]
 ARCHITECTURES = {
+    "dbrx": "dbrx",
+    "deepseek": "deepseek",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "dots1": "dots1",
     "ernie4_5_moe": "ernie4_5-moe",
     "glm4_moe": "glm4moe",
+    "glm4_moe_lite": "deepseek2",
     "gpt_oss": "gpt-oss",
     "granitemoe": "granitemoe",
     "granitemoeshared": "granitemoe",
+    "kimi_k2": "deepseek2",
     "minimax_m2": "minimax-m2",
     "mixtral": "llama",
     "olmoe": "olmoe",
+    "phimoe": "phimoe",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "solar_open": "glm4moe",
 }
-TURNED = ("mixtral", "granitemoe", "granitemoeshared")
+TURNED = ("deepseek", "mixtral", "granitemoe", "granitemoeshared")
 QUANTIZED = {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}  # the package quantises into these
 
 
@@ -65,7 +71,7 @@ def turned(weight: Tensor, num_heads: int) -> Tensor:
 
 def as_converted(family: str, config: dict[str, Any], tensors: Tensors) -> Tensors:
     """By llama.cpp's names."""
-    num_layers = config["num_hidden_layers"]
+    num_layers = config.get("num_hidden_layers") or config["n_layers"]
     architecture = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[family])
     names = gguf.get_tensor_name_map(architecture, num_layers)
     merged: dict[str, dict[int, Tensor]] = {}
@@ -89,12 +95,16 @@ def as_converted(family: str, config: dict[str, Any], tensors: Tensors) -> Tenso
     return result
 
 
-def _one(family: str, config: dict[str, Any], name: str, tensor: Tensor) -> Tensors:  # noqa: PLR0911
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
+def _one(family: str, config: dict[str, Any], name: str, tensor: Tensor) -> Tensors:  # noqa: PLR0911, PLR0912
+    layer = re.match(r"(?:model\.layers|transformer\.blocks)\.(\d+)\.", name)
     block = f"blk.{layer[1]}." if layer else ""
     if family in TURNED and re.search(r"\.[qk]_proj\.(weight|bias)", name):
         heads = config["num_attention_heads" if ".q_proj" in name else "num_key_value_heads"]
         return {name: turned(tensor, heads)}
+    if name.endswith(("mlp.w1", "mlp.v1", "mlp.w2")):
+        experts = tensor.view(config["ffn_config"]["moe_num_experts"], -1, config["d_model"])
+        new = {"w1": "gate", "v1": "up", "w2": "down"}[name[-2:]]
+        return {f"{block}ffn_{new}_exps.weight": experts.transpose(1, 2) if new == "down" else experts}
     if name.endswith("kv_b_proj.weight"):
         nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
         heads = tensor.view(config["num_attention_heads"], nope + value, -1)
@@ -127,6 +137,9 @@ def _one(family: str, config: dict[str, Any], name: str, tensor: Tensor) -> Tens
 
 def metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
     """What llama.cpp's conversion of the family writes."""
+    if family == "dbrx":
+        _dbrx_metadata(writer, config)
+        return
     rope = config.get("rope_parameters") or {}
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_block_count(config["num_hidden_layers"])
@@ -166,7 +179,7 @@ def metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> No
         writer.add_expert_weights_norm(bool(config.get("norm_topk_prob")))
         writer.add_expert_group_count(config.get("n_group") or 1)
         writer.add_expert_group_used_count(config.get("topk_group") or 1)
-        softmax = family == "deepseek_v2"
+        softmax = family in ("deepseek", "deepseek_v2")
         writer.add_expert_gating_func(
             gguf.ExpertGatingFuncType.SOFTMAX if softmax else gguf.ExpertGatingFuncType.SIGMOID
         )
@@ -181,12 +194,30 @@ def metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> No
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
+    if family == "phimoe":
+        writer.add_sliding_window(config.get("sliding_window") or 0)
     if config.get("sliding_window") and family in ("gpt_oss", "mixtral"):
         writer.add_sliding_window(config["sliding_window"])
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _dbrx_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    attention, experts = config["attn_config"], config["ffn_config"]
+    writer.add_block_count(config["n_layers"])
+    writer.add_context_length(config["max_seq_len"])
+    writer.add_embedding_length(config["d_model"])
+    writer.add_feed_forward_length(experts["ffn_hidden_size"])
+    writer.add_head_count(config["n_heads"])
+    writer.add_head_count_kv(attention["kv_n_heads"])
+    writer.add_rope_freq_base((config.get("rope_parameters") or attention)["rope_theta"])
+    writer.add_clamp_kqv(attention["clip_qkv"])
+    writer.add_expert_count(experts["moe_num_experts"])
+    writer.add_expert_used_count(experts["moe_top_k"])
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_eos_token_id(2)
 
 
 KindOf = Callable[[str, tuple[int, ...]], Kind]
@@ -225,8 +256,26 @@ def write_gguf(
         data, floats = stored_as(kind, tensor.float().contiguous().numpy(), number)
         writer.add_tensor(name, data, raw_dtype=None if kind == Kind.F32 else kind)
         wide[name] = torch.from_numpy(np.ascontiguousarray(floats))
+    finish(writer)
+    return wide
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return wide
+
+
+def wide_gguf(folder: Path, file: Path, kind_of: KindOf) -> Path:
+    """Beside `file`, one with float32 for what its blocks multiply out to."""
+    wide = write_gguf(folder, file, kind_of)
+    reader = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(file.with_name("wide.gguf"), str(reader.fields["general.architecture"].contents()))
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            writer.add_key_value(name, field.contents(), field.types[0])
+    for name, tensor in wide.items():
+        writer.add_tensor(name, tensor.numpy())
+    finish(writer)
+    return file.with_name("wide.gguf")

@@ -4,7 +4,7 @@ Written from the layouts and apart from the reader: a code's place is computed, 
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from tests.models.float8_specimens import by_rows
 
 Written = tuple[dict[str, Tensor], Tensor]  # tensors by suffix behind the module's name, and the float32 matrix
 PROJECTIONS = ("proj.weight", "w1.weight", "w2.weight", "w3.weight")
@@ -80,6 +82,17 @@ def compressed(bits: int, group: int, symmetric: bool = True, mixed: bool = Fals
     return write
 
 
+def with_first_zero_points(bits: int) -> Callable[[Tensor], Written]:
+    """As compressed-tensors wrote them before 0.10: a byte each, with their sign."""
+
+    def write(weight: Tensor) -> Written:
+        tensors, wide = compressed(bits, 16, False)(weight)
+        zeros = codes_of(weight, bits, 16, False).zeros - 2 ** (bits - 1)
+        return tensors | {"weight_zero_point": zeros.to(torch.int8)}, wide
+
+    return write
+
+
 def gptq(bits: int, group: int, *, symmetric: bool, mixed: bool = False, less: int = 1) -> Callable[[Tensor], Written]:
     def write(weight: Tensor) -> Written:
         made = codes_of(weight, bits, group, symmetric, mixed)
@@ -141,6 +154,41 @@ ORDERED, ORDERED_BYTES = "int4 in groups of 16 in act order", "int8 in groups of
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": True, "desc_act": False}
 
 
+def scheme(kind: str, form: str, **weights: Any) -> dict[str, Any]:
+    """One of several `config_groups`."""
+    return {"format": form, "targets": [f"re:.*{kind}.*"], "weights": {"symmetric": True} | weights}
+
+
+def float8_rows(weight: Tensor) -> Written:
+    narrow, scales, wide = by_rows(weight)
+    return {"weight": narrow, "weight_scale": scales}, wide
+
+
+INT4 = scheme("experts", "pack-quantized", num_bits=4, type="int", strategy="group", group_size=16)
+INT8 = scheme("self_attn", "int-quantized", num_bits=8, type="int", strategy="channel")
+FP8 = scheme("self_attn", "float-quantized", num_bits=8, type="float", strategy="channel")
+WIDER = scheme("self_attn", "pack-quantized", num_bits=8, type="int", strategy="group", group_size=32)
+
+
+def _schemes(*schemes: dict[str, Any]) -> dict[str, Any]:
+    groups = {f"group_{number}": each for number, each in enumerate(schemes)}
+    return {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+
+
+def _dynamic(**changes: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": 4, "group_size": 16, "dynamic": {"+:.*self_attn.*": changes, "-:.*x": {}}}
+
+
+MIXED: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written], Callable[[Tensor], Written]]] = {
+    "int4 and int8 rows": (_schemes(INT4, INT8), compressed(4, 16), int8_rows),
+    "int4 and float8 rows": (_schemes(INT4, FP8), compressed(4, 16), float8_rows),
+    "int4 and int8 in wider groups": (_schemes(INT4, WIDER), compressed(4, 16), compressed(8, 32)),
+    "GPTQ, another number of bits": (_dynamic(bits=8), gptq(4, 16, symmetric=True), gptq(8, 16, symmetric=True)),
+    "GPTQ, another size of groups": (_dynamic(group_size=32), gptq(4, 16, symmetric=True), gptq(4, 32, symmetric=True)),
+    "GPTQ, zero points": (_dynamic(sym=False), gptq(4, 16, symmetric=True), gptq(4, 16, symmetric=False)),
+}  # `quantization_config`; how experts and dense layers are written, and attention
+
+
 @dataclass(frozen=True)
 class PackedForm:
     write: Callable[[Tensor], Written]
@@ -163,6 +211,12 @@ PACKED = {
     "compressed-tensors int8, zero points": PackedForm(
         compressed(8, 16, False), compressed_words(8, 16, symmetric=False), "int8 in groups of 16"
     ),
+    "compressed-tensors int4, first zero points": PackedForm(
+        with_first_zero_points(4), compressed_words(4, 16, symmetric=False), "int4 in groups of 16"
+    ),
+    "compressed-tensors int8, first zero points": PackedForm(
+        with_first_zero_points(8), compressed_words(8, 16, symmetric=False), "int8 in groups of 16"
+    ),
     "compressed-tensors int8, a scale a row": PackedForm(
         int8_rows, compressed_words(8, 16, "int-quantized", strategy="channel"), "int8 with a scale a row"
     ),
@@ -180,6 +234,9 @@ PACKED = {
     "GPTQ version 2": PackedForm(
         gptq(4, 16, symmetric=False, less=0), GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}
     ),
+    "GPTQ version 2 under its other name": PackedForm(
+        gptq(4, 16, symmetric=False, less=0), GPTQ | {"sym": False, "format": "gptq_v2"}
+    ),
     "GPTQ int8": PackedForm(gptq(8, 16, symmetric=True), GPTQ | {"bits": 8}, "int8 in groups of 16"),
     "GPTQ int8, zero points": PackedForm(gptq(8, 16, symmetric=False), GPTQ | {"bits": 8, "sym": False}),
     "AWQ": PackedForm(
@@ -190,15 +247,17 @@ PACKED = {
 }
 
 
-def pack_checkpoint(folder: Path, form: PackedForm) -> Path:
-    """Makes the float32 checkpoint in `folder` a packed one; returns a new folder with what that multiplies out to."""
+def pack_checkpoint(folder: Path, form: PackedForm, others: Mapping[str, Callable[[Tensor], Written]] = {}) -> Path:
+    """Makes the float32 checkpoint in `folder` a packed one; returns a new folder with what that multiplies out to.
+    `others`: how matrices are written whose names hold these words."""
     wide_folder = folder.with_name(folder.name + "-wide")
     shutil.copytree(folder, wide_folder)
     file, config_file = folder / "model.safetensors", folder / "config.json"
     original = {name: tensor.clone() for name, tensor in load_file(file).items()}
     narrow, wide = dict(original), dict(original)
     for name in [name for name in original if name.endswith(PROJECTIONS)]:
-        tensors, multiplied_out = form.write(narrow.pop(name))
+        write = next((other for words, other in others.items() if words in name), form.write)
+        tensors, multiplied_out = write(narrow.pop(name))
         narrow |= {name.removesuffix("weight") + suffix: tensor.contiguous() for suffix, tensor in tensors.items()}
         wide[name] = multiplied_out[:, : original[name].shape[1]].contiguous()
     assert len(narrow) > len(original) + 20, "hardly anything was packed"

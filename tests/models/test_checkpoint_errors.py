@@ -190,6 +190,12 @@ def test_a_head_that_is_not_the_embedding(save_model: Any, tools: Any) -> None:
     [
         ("mixtral", "model.layers.1.self_attn.q_proj.bias", 48),
         ("mixtral", "model.layers.2.block_sparse_moe.experts.0.w1.bias", 40),
+        ("mixtral", "model.layers.2.block_sparse_moe.experts.3.w4.weight", 40),
+        ("mixtral", "model.layers.2.block_sparse_moe.experts.3.w1.pre_quant_scale", 40),
+        ("mixtral", "model.layers.0.self_attn.q_proj.weight_scale", 48),
+        ("mixtral", "model.layers.0.layer_scale", 48),
+        ("mixtral", "model.norm.bias", 48),
+        ("mixtral", "model.embed_norm.weight", 48),
         ("mixtral", "lm_head.bias", 97),
         ("qwen2_moe", "model.layers.0.self_attn.q_norm.weight", 8),
         ("deepseek_v3", "model.layers.1.self_attn.q_proj.weight", 48),
@@ -209,6 +215,24 @@ def test_a_tensor_that_config_json_says_nothing_of(
         f"model.safetensors: tensor {tensor!r} has no use by config.json: state there what it belongs to, such as "
         f"attention_bias, or leave the tensor out of the weights"
     )
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.layers.0.self_attn.k_scale",
+        "model.layers.0.self_attn.v_proj.output_scale",
+        "model.layers.0.self_attn.q_proj.input_scale",
+        "mtp.layers.0.input_layernorm.weight",
+        "model.mtp_emb_norm.0.weight",
+    ],
+)
+def test_tensors_of_what_is_left_out(tensor: str, save_model: Any, tools: Any) -> None:
+    """Rounding of activations, keys and values, tables that are computed, and layers for further tokens."""
+    folder = save_model(tools.config("mixtral")).folder
+    save_file(load_file(folder / "model.safetensors") | {tensor: torch.full((8,), 3.0)}, folder / "model.safetensors")
+    open_checkpoint(folder, load_model_spec(folder))
 
 
 def test_index_names_the_wrong_shard(folder: Path) -> None:

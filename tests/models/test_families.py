@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from antiphon.models.batch import make_attention_batch
 from antiphon.models.checkpoint import Checkpoint
-from tests.models.conftest import FAMILIES
+from tests.models.conftest import FAMILIES, SavedModel
 
 TOLERANCE = 2e-4
 
@@ -182,9 +182,9 @@ def test_a_mixed_batch_equals_each_sequence_alone(family: str, save_model: Any, 
         assert largest_error(logits, saved.logits(prompt)[context:]) < TOLERANCE
 
 
-def test_deepseek_moe_is_multi_head_attention_with_ungated_shared_experts(save_model: Any, tools: Any) -> None:
+def saved_deepseek(save_model: Any, tools: Any) -> SavedModel:
     """transformers has no `deepseek` model: a Qwen2-MoE with its shared gate held open is the same computation."""
-    saved = save_model(
+    saved: SavedModel = save_model(
         tools.config(
             "qwen2_moe", mlp_only_layers=[0], qkv_bias=False, num_key_value_heads=6, shared_expert_intermediate_size=48
         )
@@ -222,6 +222,11 @@ def test_deepseek_moe_is_multi_head_attention_with_ungated_shared_experts(save_m
         "torch_dtype": "float32",
     }
     (saved.folder / "config.json").write_text(json.dumps(published))
+    return saved
+
+
+def test_deepseek_moe_is_multi_head_attention_with_ungated_shared_experts(save_model: Any, tools: Any) -> None:
+    saved = saved_deepseek(save_model, tools)
     token_ids = tools.ids(21)
     found = tools.run(tools.load(saved.folder), token_ids, [10, 11])
     assert largest_error(found, saved.logits(token_ids)) < TOLERANCE

@@ -17,7 +17,7 @@ from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
 from antiphon.models.load import load_expert, load_expert_half, open_checkpoint
 from antiphon.models.shares import share_of
-from tests.models.packed_specimens import PACKED, pack_checkpoint
+from tests.models.packed_specimens import MIXED, PACKED, PackedForm, pack_checkpoint
 from tests.models.test_shares import logits_of_ranks
 
 SIZES = {"hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 32, "head_dim": 16}
@@ -60,6 +60,35 @@ def test_packed_equals_its_multiplied_out_form(
         decoder = tools.load(folder)
     torch.testing.assert_close(tools.run(decoder, token_ids, [17]), expected, rtol=1e-4, atol=1e-4)
     assert PACKED[form].kept in caplog.text
+
+
+@pytest.mark.parametrize("mix", MIXED)
+def test_formats_that_differ_by_module(mix: str, save_model: Any, tools: Any) -> None:
+    config, write, of_attention = MIXED[mix]
+    folder = save_model(tools.config("qwen3_moe", **SIZES)).folder
+    wide_folder = pack_checkpoint(folder, PackedForm(write, config), {"self_attn": of_attention})
+    token_ids = tools.ids(17)
+    expected = tools.run(tools.load(wide_folder), token_ids, [17])
+    torch.testing.assert_close(tools.run(tools.load(folder), token_ids, [17]), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("form", "file"), [("GPTQ", "quantize_config.json"), ("AWQ", "quant_config.json")])
+def test_what_the_first_tools_wrote_beside_config_json(form: str, file: str, save_model: Any, tools: Any) -> None:
+    folder, wide_folder = saved(save_model, tools, form)
+    config = json.loads((folder / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    spec, found = load_model_spec(folder), next(n for n in Checkpoint(folder).names if n.endswith("qweight"))
+    with pytest.raises(CheckpointError, match=f"{found} is packed, and no quantization_config in config.json says how"):
+        open_checkpoint(folder, spec)
+    del quantization["quant_method"]
+    (folder / file).write_text(json.dumps(quantization))
+    token_ids = tools.ids(17)
+    expected = tools.run(tools.load(wide_folder), token_ids, [17])
+    torch.testing.assert_close(tools.run(tools.load(folder), token_ids, [17]), expected, rtol=1e-4, atol=1e-4)
+    (folder / file).rename(folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    with pytest.raises(CheckpointError, match="quant_method = 'modelopt' is not supported: use the model in bfloat16"):
+        load_model_spec(folder)
 
 
 def save_alone(folder: Path, form: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -161,9 +190,7 @@ def test_columns_of_a_matrix_in_act_order(form: str, first: int, last: int, nati
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize(
-    "form", ["compressed-tensors int4", "compressed-tensors int4, zero points", "GPTQ", "AWQ", *ACT_ORDER]
-)
+@pytest.mark.parametrize("form", PACKED)
 def test_ranks_add_up_where_groups_straddle_their_border(
     form: str, num_ranks: int, save_model: Any, tools: Any
 ) -> None:
@@ -231,11 +258,12 @@ def test_parts_that_do_not_fit(form: str, change: Any, expected: str, tmp_path: 
     assert broken(tmp_path, form, change).startswith(expected)
 
 
-def test_a_moved_expert_stays_packed(save_model: Any, tools: Any) -> None:
-    folder, wide_folder = saved(save_model, tools, "compressed-tensors int4")
+@pytest.mark.parametrize("form", PACKED)
+def test_a_moved_expert_stays_packed(form: str, save_model: Any, tools: Any) -> None:
+    folder, wide_folder = saved(save_model, tools, form)
     spec, checkpoint = load_model_spec(folder), Checkpoint(folder)
     layer, share = spec.moe_layers.index(True), share_of(spec)
-    half = load_expert_half(checkpoint, spec, ReferenceBackend(), [0, 1], num_slots=3)
+    half = load_expert_half(checkpoint, spec, CpuBackend(torch.float32), [0, 1], num_slots=3)
     load_expert(checkpoint, spec, share, half, layer, 4, 2)
     half.hold(layer, 2, 4)
     whole = load_expert_half(Checkpoint(wide_folder), spec, ReferenceBackend())

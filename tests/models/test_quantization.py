@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from antiphon.base.errors import CheckpointError
+from antiphon.kernels.cpu import CpuBackend
+from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.checkpoint import Checkpoint
-from antiphon.models.config import model_spec
+from antiphon.models.config import load_model_spec, model_spec
+from antiphon.models.load import load_expert, load_expert_half
 from antiphon.models.quantization import check_quantization, left_out, packing_of
+from antiphon.models.shares import share_of
 from tests.models.float8_specimens import (
     FORMATS,
     Quantized,
@@ -23,6 +28,7 @@ from tests.models.float8_specimens import (
     fp8_config,
     quantize_checkpoint,
 )
+from tests.models.test_shares import logits_of_ranks
 
 INSTEAD = (
     "use the model in bfloat16, in FP8, or in 4 or 8 bits as compressed-tensors (pack-quantized), GPTQ, AWQ (gemm) or "
@@ -40,6 +46,27 @@ def test_float8_equals_its_multiplied_out_form(family: str, form: str, save_mode
     token_ids = tools.ids(17)
     expected = tools.run(tools.load(wide_folder), token_ids, [17])
     assert torch.equal(tools.run(tools.load(folder), token_ids, [17]), expected)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_ranks_of_float8_and_an_expert_that_moves(form: str, save_model: Any, tools: Any) -> None:
+    """Blocks of 128 straddle the border between two ranks."""
+    sizes = {"hidden_size": 160, "intermediate_size": 144, "initializer_range": 0.08, "moe_intermediate_size": 136}
+    folder = save_model(tools.config("glm4_moe", **sizes)).folder
+    wide_folder = quantize_checkpoint(folder, FORMATS[form])
+    token_ids, backend = tools.ids(17), CpuBackend(torch.float32)
+    expected = tools.run(tools.load(wide_folder), token_ids, [17])
+    found = logits_of_ranks(SimpleNamespace(folder=folder), 2, token_ids, [16, 1], backend=backend)
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
+    spec, checkpoint = load_model_spec(folder), Checkpoint(folder)
+    layer = spec.moe_layers.index(True)
+    half = load_expert_half(checkpoint, spec, backend, [0, 1], num_slots=3)
+    load_expert(checkpoint, spec, share_of(spec), half, layer, 4, 2)
+    half.hold(layer, 2, 4)
+    whole = load_expert_half(Checkpoint(wide_folder), spec, ReferenceBackend())
+    x_TH, ids = torch.randn(3, spec.hidden_size), torch.full((3, 1), 4, dtype=torch.int32)
+    moved = half.forward(layer, x_TH, half.to_local(layer, ids), torch.ones(3, 1))
+    torch.testing.assert_close(moved, whole.forward(layer, x_TH, ids, torch.ones(3, 1)), rtol=1e-4, atol=1e-4)
 
 
 def save_stacked(folder: Path, quantize: Callable[[Tensor], Quantized], suffix: str) -> tuple[Checkpoint, list[Tensor]]:

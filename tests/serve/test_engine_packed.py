@@ -12,7 +12,9 @@ from antiphon.base.errors import UserError
 from antiphon.models.config import load_model_spec
 from antiphon.serve.worker_handle import WorkerName
 from antiphon.specs.counts import count_parameters
-from tests.models.gguf_specimens import all_of, write_gguf
+from antiphon.specs.placement import ExpertPlacement
+from tests.models.float8_specimens import FORMATS, quantize_checkpoint
+from tests.models.gguf_specimens import all_of, wide_gguf, write_gguf
 from tests.models.packed_specimens import PACKED, pack_checkpoint
 from tests.serve.engine_harness import (
     NUM_TOKENS,
@@ -24,6 +26,7 @@ from tests.serve.engine_harness import (
     running,
     save_tiny_model,
 )
+from tests.waiting import wait_until
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
 
@@ -45,6 +48,48 @@ def test_texts_of_packed_weights(form: str, layout: str, tmp_path: Path) -> None
     prompts = random_prompts([1, 40] * 3, seed=5)
     expected = wide.greedy(prompts)
     with running(config(wide, layout)) as engine:
+        assert complete(engine, prompts) == expected
+
+
+QUICK = ("GPTQ, desc_act", "AWQ", "compressed-tensors mxfp4")
+
+
+def packed_and_wide(form: str, tmp_path: Path) -> tuple[Path, Path]:
+    """A checkpoint in this format, and one with what it multiplies out to."""
+    changes = SIZES | {"moe_intermediate_size": 64, "intermediate_size": 64, "decoder_sparse_step": 1}
+    folder = save_tiny_model(tmp_path / "checkpoint", **changes).folder
+    if form in FORMATS:
+        return folder, quantize_checkpoint(folder, FORMATS[form])
+    if form in PACKED:
+        return folder, pack_checkpoint(folder, PACKED[form])
+    file = tmp_path / f"{form}.gguf"
+    return file, wide_gguf(folder, file, all_of(Kind[form]))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(each, marks=() if each in (*QUICK, "Q4_0", "fp8, blocks of 128 x 128") else pytest.mark.slow)
+        for each in (*PACKED, *FORMATS, "Q4_0", "Q5_1", "Q8_0", "MXFP4")
+    ],
+)
+def test_packed_experts_move_and_their_workers_die(form: str, tmp_path: Path) -> None:
+    """Two expert workers of two ranks each; each expert changes its worker, then one of these is lost."""
+    path, wide = packed_and_wide(form, tmp_path)
+    prompts = random_prompts([1, 40] * 3, seed=5)
+    with running(config(TinyModel(wide, None), "1", dtype="float32")) as engine:
+        expected = complete(engine, prompts)
+    first, second = ((0,), (0,), (0,), (1,), (1,)), ((1,), (1,), (1,), (0,), (0,))
+    places = [ExpertPlacement(2, dict.fromkeys(range(3), owners)) for owners in (first, second)]
+    ranks = config(TinyModel(path, None), "1t2+2t2/m2", dtype="float32", expert_slots=4)
+    with running(replace(ranks, placement=places[0])) as engine:
+        assert complete(engine, prompts) == expected
+        assert engine.place(places[1]) > 0
+        placing = engine.workforce.groups[0].placing
+        assert placing is not None
+        wait_until(lambda: placing.current.owners[1] == second, "the second placement")
+        assert complete(engine, prompts) == expected
+        kill(engine, "experts", 1)
         assert complete(engine, prompts) == expected
 
 

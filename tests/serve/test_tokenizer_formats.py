@@ -256,7 +256,7 @@ def trained(pre: str) -> Tokenizer:
     cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in _PATTERNS[pre]]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
-    if pre == "qwen2":
+    if pre in ("qwen2", "olmo"):
         tokenizer.normalizer = normalizers.NFC()
     trainer = trainers.BpeTrainer(
         vocab_size=700, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
@@ -298,7 +298,10 @@ def write_gguf(file: Path, tokenizer: Tokenizer, pre: str, **keys: Any) -> Path:
     return file
 
 
-@pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "gpt-4o", "deepseek-v3", "olmo", "refact", "kimi-k2"])
+PRES = ["qwen2", "llama-bpe", "gpt-4o", "deepseek-v3", "deepseek-llm", "olmo", "refact", "kimi-k2"]
+
+
+@pytest.mark.parametrize("pre", PRES)
 def test_ids_are_those_of_the_tokenizer_it_was_made_from(pre: str, tmp_path: Path) -> None:
     source = trained(pre)
     loaded = load_tokenizer(write_gguf(tmp_path / "model.gguf", source, pre))
@@ -311,7 +314,7 @@ def test_ids_are_those_of_the_tokenizer_it_was_made_from(pre: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pre", ["qwen2", "deepseek-v3"])
+@pytest.mark.parametrize("pre", PRES)
 def test_ids_of_ten_thousand_texts(pre: str, tmp_path: Path) -> None:
     source = trained(pre)
     loaded = load_tokenizer(write_gguf(tmp_path / "model.gguf", source, pre))
@@ -325,6 +328,19 @@ def test_the_first_token_as_the_file_states_it(adds: bool, tmp_path: Path) -> No
     loaded = load_tokenizer(write_gguf(tmp_path / "model.gguf", source, "qwen2", add_bos_token=adds))
     plain = source.encode("Hello", add_special_tokens=False).ids
     assert loaded.encode("Hello", add_special_tokens=True) == [*([source.token_to_id(GGUF_SPECIAL[1])] * adds), *plain]
+
+
+def test_words_and_the_first_token_of_llama_3(tmp_path: Path) -> None:
+    """A word of the vocabulary that no merges lead to is one token; texts begin with BOS, though no key says it."""
+    source = trained("llama-bpe")
+    described = json.loads(source.to_str())
+    vocabulary = described["model"]["vocab"]
+    word = max((text for text in vocabulary if text.isascii() and text.isalpha()), key=len)
+    described["model"]["merges"] = [pair for pair in described["model"]["merges"] if "".join(pair) != word]
+    plain = Tokenizer.from_str(json.dumps(described))
+    assert len(plain.encode(word, add_special_tokens=False).ids) > 1
+    loaded = load_tokenizer(write_gguf(tmp_path / "model.gguf", plain, "llama-bpe"))
+    assert loaded.encode(word, add_special_tokens=True) == [plain.token_to_id(GGUF_SPECIAL[1]), vocabulary[word]]
 
 
 def test_an_unknown_pattern_is_refused(tmp_path: Path) -> None:
@@ -351,8 +367,30 @@ def test_merges_that_are_no_pairs_are_one_line(tmp_path: Path) -> None:
     assert "\n" not in message
 
 
-def test_a_sentencepiece_vocabulary(tmp_path: Path) -> None:
-    """Scores say which pairs merge first; a text's first token is the file's."""
+def test_words_of_deepseeks_first_vocabularies() -> None:
+    """Digits alone, Chinese apart, no letters of scripts that it does not count as having case."""
+    cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in _PATTERNS["deepseek-llm"]]
+    words = pre_tokenizers.Sequence(cuts).pre_tokenize_str("Hi there, f(x)=20\u4f60\u597d \u03b1\u10d0\n z ")
+    assert [word for word, _ in words] == [
+        *("Hi", " there", ",", " f", "(", "x", ")=", "2", "0", "\u4f60\u597d", " \u03b1", "\u10d0", "\n", " z", " ")
+    ]
+
+
+def test_a_file_of_phi_does_not_say_all(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "phimoe")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"a file of Phi does not say .* strip spaces: put .* beside it"):
+        load_tokenizer(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_sentencepiece_vocabulary(prefix: bool, tmp_path: Path) -> None:
+    """Scores say which pairs merge first; a text's first token, and whether a space goes before it, is the file's."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     normal = ["▁", "a", "b", "c", "▁a", "ab", "abc", "▁ab", "▁abc"]
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
@@ -362,6 +400,8 @@ def test_a_sentencepiece_vocabulary(tmp_path: Path) -> None:
     writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(normal)])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    if not prefix:
+        writer.add_add_space_prefix(False)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -369,5 +409,5 @@ def test_a_sentencepiece_vocabulary(tmp_path: Path) -> None:
     loaded = load_tokenizer(tmp_path / "model.gguf")
     ids = loaded.encode("abc abcé", add_special_tokens=True)
     tokens = [(pieces + normal)[number] for number in ids]
-    assert tokens == ["<s>", "▁abc", "▁abc", "<0xC3>", "<0xA9>"]
+    assert tokens == ["<s>", "▁abc" if prefix else "abc", "▁abc", "<0xC3>", "<0xA9>"]
     assert loaded.decode(ids, skip_special_tokens=True) == "abc abcé"

@@ -16,7 +16,7 @@ import os
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf")
 _MAX_COUNT = 16_000_000  # elements of one array; the largest vocabularies have 300,000 words and as many merges
 _MAX_NAME_BYTES = 65_535
 _MAX_AXES = 4
+_MOST_FREQUENCIES = 65_536
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
@@ -67,6 +68,7 @@ _OTHER_TYPES = {
     **{29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4"},
 }
 SUPPORTED = ", ".join(each.name for each in TYPES.values())
+ROPE_TABLES = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,12 +100,13 @@ class GgufArray:
 @dataclass(frozen=True)
 class GgufHeader:
     """`entries`: the rows of each tensor, in bytes where its `types` has blocks of several numbers. `shapes`: in
-    numbers, slowest axis first."""
+    numbers, slowest axis first. `rope_factors`: what `ROPE_TABLES` hold, divisors of the rotary frequencies."""
 
     metadata: dict[str, Any]
     entries: dict[str, TensorEntry]
     types: dict[str, BlockType]
     shapes: dict[str, tuple[int, ...]]
+    rope_factors: dict[str, list[float]] = field(default_factory=dict)
 
 
 class _Cursor:
@@ -167,24 +170,31 @@ def read_gguf(path: Path) -> GgufHeader:
             raise CheckpointError(f"{path.name}: not a GGUF file: it begins with {magic!r}, not {MAGIC!r}: {AGAIN}")
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     try:
-        header = _header(_Cursor(data), path)
+        header = _header(_Cursor(data))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path.name}: {error}") from error
     except (ValueError, OverflowError) as error:  # among them texts that are no UTF-8
         raise CheckpointError(f"{path.name}: damaged GGUF head ({error}): {AGAIN}") from error
     needed = max((entry.stop for entry in header.entries.values()), default=0)
     if needed > file_bytes:
         raise truncated(path, file_bytes, needed)
+    for name in ROPE_TABLES:
+        shape = header.shapes.get(name, ())
+        if header.types.get(name) == TYPES[0] and len(shape) == 1 and shape[0] <= _MOST_FREQUENCIES:
+            count, start = shape[0], header.entries[name].start
+            header.rope_factors[name] = list(struct.unpack_from(f"<{count}f", data, start))
     return header
 
 
-def _header(cursor: _Cursor, path: Path) -> GgufHeader:
+def _header(cursor: _Cursor) -> GgufHeader:
     cursor.take(len(MAGIC))
     version = cursor.number("I")
     if version not in _VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
         what = "of a big-endian machine" if swapped else f"version {version}"
         raise CheckpointError(
-            f"{path.name}: GGUF {what} is not supported, versions {_VERSIONS[0]} and {_VERSIONS[1]} are: download a "
-            f"newer file"
+            f"GGUF {what} is not supported, versions {_VERSIONS[0]} and {_VERSIONS[1]} of little-endian machines are: "
+            f"download another file"
         )
     num_tensors, num_entries = cursor.number("Q"), cursor.number("Q")
     least = 24  # bytes of an entry and of a tensor

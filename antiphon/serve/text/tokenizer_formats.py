@@ -189,18 +189,34 @@ _DEEPSEEK = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+_UNCASED_THERE = (  # letters with case, which DeepSeek's first vocabularies do not count among these
+    "\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8a\u2d00-\u2d2d\ua790-\ua7fa\uab30-\uab68"
+    "\U00010570-\U000105bc\U00010d50-\U00010d85\U00016e40-\U00016e7f\U0001d400-\U0001d7cb\U0001df00-\U0001df2a"
+)
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?[\p{{Lu}}\p{{Ll}}\p{{Lt}}&&[^{_UNCASED_THERE}]]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+    r"\p{N}",
+)
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe")
 _PATTERNS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys((*_LLAMA3_NAMES, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "dots1"), (_QWEN2,)),
     **dict.fromkeys(("gpt-4o", "minimax-m2"), (_CASED,)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK),
+    "deepseek-llm": _DEEPSEEK_LLM,
     **dict.fromkeys(("gpt-2", "olmo", "dolma"), (_GPT2,)),
     **dict.fromkeys(("refact", "starcoder"), (r"\p{N}", _GPT2)),
     "kimi-k2": (KIMI_PATTERN,),
 }  # llama.cpp's names
-_COMPOSED = ("qwen2", "deepseek-r1-qwen")  # texts are brought into the normal form NFC first
+_COMPOSED = ("qwen2", "deepseek-r1-qwen", "olmo")  # texts are brought into the normal form NFC first
+_WHOLE_WORDS = (*_LLAMA3_NAMES, "kimi-k2")  # a word that is a token is that token, even if no merges lead to it
 _CONTROL, _USER_DEFINED = 3, 4  # `token_type`
+_PHI, _SPACE = "phimoe", "\u2581"
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -215,6 +231,8 @@ def load_gguf(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
     types = _array(metadata, "token_type") or [1] * len(tokens)
     if not tokens or len(types) != len(tokens) or len(set(tokens)) != len(tokens):
         raise CheckpointError(f"{file.name}: its tokenizer has {len(tokens)} tokens, {len(types)} types: {_beside()}")
+    if metadata.get("general.architecture") == _PHI:
+        raise CheckpointError(f"{file.name}: a file of Phi does not say which of its tokens strip spaces: {_beside()}")
     if kind == "gpt2":
         backend = _gpt2(file, metadata, tokens)
     elif kind == "llama":
@@ -245,7 +263,7 @@ def _gpt2(file: Path, metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
         raise CheckpointError(f"{file.name}: tokenizer.ggml.pre = {brief(name)} is not known: {_beside()}")
     merges = [tuple(merge.split(" ", 1)) for merge in _array(metadata, "merges")]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    backend = _byte_level(vocabulary, merges, _PATTERNS[name], ignore_merges=False)
+    backend = _byte_level(vocabulary, merges, _PATTERNS[name], ignore_merges=name in _WHOLE_WORDS)
     if name in _COMPOSED:
         backend.normalizer = normalizers.NFC()
     return backend
@@ -264,6 +282,9 @@ def _sentence_piece(metadata: dict[str, Any], tokens: list[str], types: list[int
     if merges := _array(metadata, "merges"):
         described["merges"] = merges
     backend: Tokenizer = convert_gguf_tokenizer(str(metadata.get("general.architecture")), described)[0]
+    if metadata.get("tokenizer.ggml.add_space_prefix") is False:  # as ERNIE's; the conversion does not look
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="never", split=False)
+        backend.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     return backend
 
 
@@ -273,8 +294,9 @@ def _config(metadata: dict[str, Any], tokens: list[str], kind: object) -> dict[s
         number = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if type(number) is int and 0 <= number < len(tokens):
             config[role] = tokens[number]
+    begins = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES  # as llama.cpp does unasked
     for role in ("bos", "eos"):
-        stated = metadata.get(f"tokenizer.ggml.add_{role}_token", kind == "llama" and role == "bos")
+        stated = metadata.get(f"tokenizer.ggml.add_{role}_token", begins and role == "bos")
         config[f"add_{role}_token"] = bool(stated)
     templates = {
         key.removeprefix("tokenizer.chat_template.") if key != "tokenizer.chat_template" else "default": value
