@@ -143,8 +143,6 @@ def test_families_in_blocks(family: str, save_model: Any, tools: Any, tmp_path: 
     wide = wide_gguf(folder, tmp_path / "model.gguf", all_of(kind))
     token_ids, backend = tools.ids(9), CpuBackend(torch.float32)
     found = tools.run(tools.load(tmp_path / "model.gguf", backend), token_ids, [9], 16)
-    assert "3 x int8 in groups of 16" in caplog.text
-    assert "multiplied out" not in caplog.text
     torch.testing.assert_close(found, tools.run(tools.load(wide), token_ids, [9]), rtol=1e-4, atol=1e-4)
 
 
