@@ -81,13 +81,13 @@ FORMATS = {
     "fp8, one scale a tensor, static activations": Float8Format(
         by_tensor, "_scale", {"quant_method": "fp8", "activation_scheme": "static"}
     ),
-    "modelopt, one scale a tensor": Float8Format(
-        by_tensor_without_axes, "_scale", {"quant_method": "modelopt", "quant_algo": "FP8"}
-    ),
     "compressed-tensors, one scale a row": Float8Format(by_rows, "_scale", compressed_config("channel")),
     "compressed-tensors, one scale a tensor": Float8Format(by_tensor, "_scale", compressed_config("tensor")),
     "compressed-tensors, blocks of 128 x 128": Float8Format(by_blocks, "_scale", compressed_config("block")),
 }
+
+
+MODELOPT = Float8Format(by_tensor_without_axes, "_scale", {"quant_method": "modelopt", "quant_algo": "FP8"})
 
 
 def quantize_checkpoint(folder: Path, form: Float8Format) -> Path:

@@ -20,6 +20,8 @@ from antiphon.models.quantization import check_quantization, left_out, packing_o
 from antiphon.models.shares import share_of
 from tests.models.float8_specimens import (
     FORMATS,
+    MODELOPT,
+    Float8Format,
     Quantized,
     by_blocks,
     by_rows,
@@ -48,12 +50,12 @@ def test_float8_equals_its_multiplied_out_form(family: str, form: str, save_mode
     assert torch.equal(tools.run(tools.load(folder), token_ids, [17]), expected)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_ranks_of_float8_and_an_expert_that_moves(form: str, save_model: Any, tools: Any) -> None:
+@pytest.mark.parametrize("form", [*FORMATS.values(), MODELOPT], ids=[*FORMATS, "modelopt"])
+def test_ranks_of_float8_and_an_expert_that_moves(form: Float8Format, save_model: Any, tools: Any) -> None:
     """Blocks of 128 straddle the border between two ranks."""
     sizes = {"hidden_size": 160, "intermediate_size": 144, "initializer_range": 0.08, "moe_intermediate_size": 136}
     folder = save_model(tools.config("glm4_moe", **sizes)).folder
-    wide_folder = quantize_checkpoint(folder, FORMATS[form])
+    wide_folder = quantize_checkpoint(folder, form)
     token_ids, backend = tools.ids(17), CpuBackend(torch.float32)
     expected = tools.run(tools.load(wide_folder), token_ids, [17])
     found = logits_of_ranks(SimpleNamespace(folder=folder), 2, token_ids, [16, 1], backend=backend)
