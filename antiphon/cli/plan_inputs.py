@@ -75,7 +75,7 @@ class SearchOptions:
     ] = None
     objective: Annotated[Objective, typer.Option(metavar="NAME", help="per-gpu/-cost/-power, ttft, tpot.")] = "per-gpu"
     precision: Annotated[
-        Values, typer.Option(metavar="PART=F", show_default="the file's", help="E.g. fp8, or experts=mxfp4,kv=fp8.")
+        Values, typer.Option(metavar="PART=F", show_default="stored", help="As fp8, or experts=mxfp4,kv=fp8.")
     ] = None
     model_set: Annotated[
         Values, typer.Option(metavar="KEY=X", show_default=False, help="Gives or replaces a key of config.json.")
@@ -274,7 +274,12 @@ def _precision(path: Path, planned: PlannedModel, search: SearchOptions) -> tupl
     asked = parse_precision(parts := split_list(search.precision))
     if any(text.partition("=")[0] in WEIGHT_PARTS or "=" not in text for text in parts):
         return asked, ()
-    spec = load_planned_model(path).spec if search.model_set else planned.spec  # the bytes are the file's own
+    spec = planned.spec
+    if search.model_set:  # the bytes are the file's own, and so are its sizes, if it says them
+        try:
+            spec = load_planned_model(path).spec
+        except CheckpointError:
+            return asked, ()
     try:
         stored = stored_precision(path, spec)
     except CheckpointError as error:

@@ -30,8 +30,8 @@ from antiphon.train.setup import prepare
 from antiphon.train.trainer import Trainer
 from antiphon.train.weights import FirstValues, Weights
 from tests.models.conftest import FAMILIES
+from tests.models.gguf_specimens import Kind, all_of, wide_gguf
 from tests.models.packed_specimens import PACKED, pack_checkpoint
-from tests.models.test_gguf import Kind, wide_gguf
 from tests.train.harness import LATENT, LiveParameters, config_of, same_tensors, write_model, write_run
 
 TOKENS = 10_000
@@ -174,7 +174,7 @@ def test_a_gguf_file_begins_a_run(
 ) -> None:
     """As it multiplies out, with a word; one with floats as it is."""
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16, "decoder_sparse_step": 1}
-    wide = wide_gguf(save_model(tools.config("qwen3_moe", **sizes)).folder, tmp_path / "model.gguf", Kind.Q8_0)
+    wide = wide_gguf(save_model(tools.config("qwen3_moe", **sizes)).folder, tmp_path / "model.gguf", all_of(Kind.Q8_0))
     assert same_tensors(trainable(tmp_path / "model.gguf"), trainable(wide))
     assert caplog.text.count("is quantised") == caplog.text.count("model.gguf is quantised (blocks)") == 1
 
