@@ -151,6 +151,13 @@ def cpu_name() -> str:
     return cpu_fields().get("model name") or "unknown"
 
 
+def cpu_generation(path: Path = CPUINFO) -> str:
+    """Family and model by number: virtual machines may show a name that all generations have. Empty where unknown."""
+    fields = cpu_fields(path)
+    known = "cpu family" in fields and "model" in fields
+    return f"family {fields['cpu family']}, model {fields['model']}" if known else ""
+
+
 _SOURCES = Path(__file__).resolve().parents[2]
 
 

@@ -30,7 +30,7 @@ from rich.text import Text
 
 from antiphon import __version__
 from antiphon.base.allowance import allowance
-from antiphon.base.system import CPUINFO, cpu_fields
+from antiphon.base.system import CPUINFO, cpu_fields, cpu_generation
 from antiphon.base.units import format_bytes
 from antiphon.cli.output import JsonOption, emit_json, show, table
 from antiphon.models.gguf.container import SUPPORTED
@@ -195,7 +195,7 @@ def probe_cpu() -> list[DoctorFinding]:
     if threads := os.environ.get("OMP_NUM_THREADS"):
         usable += f", OMP_NUM_THREADS={threads} for each process"
     return [
-        DoctorFinding("cpu", "model", "info", f"{model or platform.machine()}"),
+        DoctorFinding("cpu", "model", "info", ", ".join(filter(None, (model or platform.machine(), cpu_generation())))),
         DoctorFinding("cpu", "cores", "info", f"{usable}, {physical or 'unknown'} physical"),
         DoctorFinding("cpu", "instructions", "info", " ".join(flags) or "none of those we use"),
     ]

@@ -29,7 +29,7 @@ from rich.text import Text
 from antiphon.base.allowance import allowance
 from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError, shortened, shortened_message, with_fix
 from antiphon.base.logging import get_logger
-from antiphon.base.system import cpu_name
+from antiphon.base.system import cpu_generation, cpu_name
 from antiphon.bench.harness.columns import ContestColumns
 
 _log = get_logger("cli")
@@ -241,7 +241,8 @@ def show_rows(
 ) -> None:
     """How every benchmark ends: a table for people; `rows` for machines, with their provenance and `about`."""
     show(table(columns.headings, columns.cells(rows), title=columns.title), json=json)
-    emit_json(json, {"bench": bench, **provenance(cpu=cpu_name(), **machine), **(about or {}), "rows": rows})
+    made_on = provenance(cpu=cpu_name(), cpu_generation=cpu_generation(), **machine)
+    emit_json(json, {"bench": bench, **made_on, **(about or {}), "rows": rows})
 
 
 def run_command(command: Callable[[], object], *, debug: bool = False) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from antiphon.base.system import cpu_generation
 from antiphon.cli import doctor
 
 CPUINFO = "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 amx_bf16 avx512_bf16\n\nprocessor\t: 1\n"
@@ -122,3 +123,6 @@ def test_cpuinfo_is_read_for_the_instructions_we_use(tmp_path: Path) -> None:
     path.write_text(CPUINFO)
     assert doctor.read_cpuinfo(path) == ("Some CPU", ["avx2", "avx512_bf16", "amx_bf16"])
     assert doctor.read_cpuinfo(tmp_path / "none") == ("", [])
+    assert cpu_generation(path) == cpu_generation(tmp_path / "none") == ""
+    path.write_text("cpu family\t: 25\nmodel\t\t: 17\n" + CPUINFO)
+    assert cpu_generation(path) == "family 25, model 17"

@@ -39,6 +39,13 @@ def test_blocks_are_what_the_package_makes_of_them(kind: Kind, shape: tuple[int,
     torch.testing.assert_close(multiplied_out(weight, torch.float32), torch.from_numpy(expected), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_plans_count_the_bytes_that_are_kept(kind: Kind) -> None:
+    block = TYPES[int(kind)]
+    weight = read_blocks(block, torch.zeros((16, 3 * 256 // block.size * block.num_bytes), dtype=torch.uint8), 768)
+    assert weight.num_bytes == block.kept * 16 * 768
+
+
 @pytest.mark.parametrize(
     ("kinds", "bits"),
     [
