@@ -9,6 +9,7 @@ import torch
 from antiphon.kernels.api import ExpertFormats, ExpertShape
 from antiphon.kernels.quantized import QuantizedWeight, WeightFormat, pack_nibbles, unpack_nibbles
 from antiphon.kernels.reference import ReferenceBackend
+from antiphon.kernels.stacked import StackedWeight
 from antiphon.models.rounding import quantize
 
 FORMATS = {
@@ -106,6 +107,10 @@ def test_whole_scales_with_units(offset: Literal["none", "offsets"]) -> None:
         part = weight.columns(start, end)
         assert part.format.has_units == (start % 256 == 0)
         assert torch.equal(part.dequantize(), expected[:, start:end]), (start, end)
+    held = StackedWeight((1, 1, rows, columns), form, torch.device("cpu"), torch.bfloat16, has_bias=False)
+    held.set(0, 0, weight, "weight")  # as GPUs read it
+    assert held.scales is not None
+    assert torch.equal(held.scales[0, 0], weight.with_float_scales().scales)
     with pytest.raises(ValueError, match=r"units are .* expected"):
         replace(weight, units=units[:, 1:])
     with pytest.raises(ValueError, match="units with scales in"):
