@@ -22,7 +22,6 @@ from antiphon.serve.config import MAX_TIMEOUT_S, OneRole, ServeConfig, Stepping,
 from antiphon.serve.layout_text import Layout, parse_layout
 from antiphon.serve.micro_batch_choice import UNMEASURED, choose_micro_batches
 from antiphon.serve.placement_control import Policy
-from antiphon.specs.model import KVStorage
 from antiphon.specs.placement import read_placement
 from antiphon.specs.plan import MAX_MICRO_BATCHES, Collectives
 from antiphon.specs.sampling import SamplingParams
@@ -35,7 +34,7 @@ SIZES = ("layout", "instances", "attention", "experts", "tp", "expert_tp", "pp",
 _OF_ONE_POOL = (*SIZES, "placement")  # options that say nothing of two pools
 _AS_WRITTEN = (  # options that are fields of a configuration
     *("exchange", "prefill_collectives", "decode_collectives", "device", "dtype", "kernels", "graphs"),
-    *("streams", "max_model_len", "rope_scaling", "weights", "kv_dtype", "num_threads", "timeout_s", "balance"),
+    *("streams", "max_model_len", "rope_scaling", "weights", "num_threads", "timeout_s", "balance"),
     *("expert_slots", "record_routing"),
 )
 DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="cpu or cuda.")]
@@ -120,7 +119,8 @@ class WorkerOptions:
         str | None, typer.Option(metavar="SIZE", show_default="30% of free", help="KV cache, e.g. 4GiB.")
     ] = None
     kv_dtype: Annotated[
-        KVStorage, rare_option(metavar="NAME", help="Keys and values: auto (the model's), int8, fp8.")
+        Literal["auto", "bf16", "int8", "fp8"],
+        rare_option(metavar="NAME", help="Keys and values: auto (as --dtype), bf16, int8, fp8."),
     ] = "auto"
     num_threads: ThreadsOption = None
     timeout_s: Annotated[float, typer.Option("--timeout", metavar="S", help="Patience between workers.")] = 30.0
@@ -205,6 +205,7 @@ class WorkerOptions:
 
     def _one_pool(self, layout: dict[str, Any], capacity: CapacityOptions, model: Path, *, trace: bool) -> ServeConfig:
         """The configuration of workers in that layout."""
+        self._check_kv_dtype(model)
         given: dict[str, Any] = vars(self) | vars(capacity)
         return ServeConfig(
             **{name: given[name] for name in (*_AS_WRITTEN, *vars(capacity))},
@@ -213,6 +214,7 @@ class WorkerOptions:
             stepping=self.stepping or "barrier",
             trace=trace,
             kv_bytes=None if self.kv_bytes is None else parse_size("--kv-bytes", self.kv_bytes),
+            kv_dtype="auto" if self.kv_dtype == "bf16" else self.kv_dtype,
             path_profile=self._checked_profile(model),
             expert_bytes=None if self.expert_memory is None else parse_size("--expert-memory", self.expert_memory),
             placement=None if self.placement is None else read_placement(self.placement),
@@ -221,6 +223,12 @@ class WorkerOptions:
             ),
             of_experts=OneRole(device=self.expert_device, dtype=self.expert_dtype, num_threads=self.expert_threads),
         )
+
+    def _check_kv_dtype(self, model: Path) -> None:
+        """Keys and values have the dtype of the rows, if they are not in 8 bits."""
+        dtype = self.attention_dtype or self.dtype
+        if self.kv_dtype == "bf16" and (dtype if dtype != "auto" else load_model_spec(model).dtype) != "bfloat16":
+            raise UserError(f"--kv-dtype bf16: keys and values are kept as --dtype {dtype} says, or in int8 or fp8")
 
     def _checked_profile(self, model: Path) -> Path | None:
         """Read once before anything starts: each attention worker reads it, too."""

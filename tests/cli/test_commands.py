@@ -1,6 +1,7 @@
 """Groups of options: on the command line they are single options, in the command one object."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -9,7 +10,7 @@ from typer.testing import CliRunner
 
 from antiphon.base.errors import UserError
 from antiphon.cli.commands import single_command, takes_groups
-from antiphon.cli.options import check_one_of
+from antiphon.cli.options import CapacityOptions, WorkerOptions, check_one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,3 +74,11 @@ def test_a_group_checks_itself() -> None:
 def test_an_empty_choice_is_seen_in_its_error() -> None:
     with pytest.raises(UserError, match="--transport '' does not exist: use shm, tcp"):
         check_one_of("--transport", "", ("shm", "tcp"))
+
+
+def test_keys_and_values_in_bf16_are_those_of_the_rows() -> None:
+    demo = Path(__file__).parents[2] / "examples" / "demo-moe"
+    config = WorkerOptions(kv_dtype="bf16").config(demo, CapacityOptions(), trace=False)
+    assert config.kv_dtype == "auto"
+    with pytest.raises(UserError, match="--kv-dtype bf16: keys and values are kept as --dtype float32 says"):
+        WorkerOptions(kv_dtype="bf16", dtype="float32").config(demo, CapacityOptions(), trace=False)
