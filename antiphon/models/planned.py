@@ -399,4 +399,6 @@ def _stored(config: Mapping[str, Any]) -> tuple[str, ...]:
         raise CheckpointError(f"config.json: quantization_config = {brief(found)}: an object is needed: correct it")
     method = found.get("quant_method") or found.get("quant_algo") or "unknown"
     bits = f" with {found['bits']} bits" if type(found.get("bits")) is int else ""
-    return (f"the checkpoint is quantised ({method}{bits}); the plan is for the formats that --precision names",)
+    return (
+        f"the checkpoint is quantised ({method}{bits}): planned so, if its weights lie here and --precision names none",
+    )
