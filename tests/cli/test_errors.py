@@ -123,7 +123,7 @@ WRONG_OPTIONS: list[tuple[str, int, str]] = [
         1,
         "--kv-bytes 1.0 KiB is too small: one sequence of 8192 tokens on each of 1 workers needs 1.2 MiB; .*",
     ),
-    ("--token-ids 1 --kv-dtype int3", 2, "--kv-dtype is int3: it must be one of auto, int8, fp8"),
+    ("--token-ids 1 --kv-dtype int3", 2, "--kv-dtype is int3: it must be one of auto, bf16, int8, fp8"),
     ("--token-ids 1 --kv-bytes 900TiB", 1, "--kv-bytes 900.0 TiB is more than the .* of memory free: lower it"),
     ("--token-ids 1 --timeline none/t.json", 2, "--timeline none/t.json: the folder .*none does not exist; create it"),
     (
