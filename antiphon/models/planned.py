@@ -32,7 +32,7 @@ from antiphon.models.families.config_readers import FAMILIES
 from antiphon.models.families.config_values import MAX_POSITIONS, assumed
 from antiphon.models.gguf.container import SUFFIX as GGUF_SUFFIX
 from antiphon.models.gguf.container import gguf_files, read_gguf
-from antiphon.models.quantization import packing_of
+from antiphon.models.quantization import packing_of, quantization_beside
 from antiphon.models.shard_index import file_of_each_tensor, read_header
 from antiphon.specs.checked import parse_json
 from antiphon.specs.model import (
@@ -364,7 +364,8 @@ def _sizes_of_shards(path: Path) -> Iterator[tuple[str, StorageDtype, int]]:
     """The same of a folder; codes in words of 32 bits are named by what the config says first."""
     if not path.is_dir() or not any(path.glob("*.safetensors")):
         return
-    packing = packing_of(read_config(path))
+    config = read_config(path)
+    packing = packing_of(config | quantization_beside(path, config))
     words: StorageDtype = "int8" if packing is not None and packing.bits == (8,) else "int4"
     of_zeros = 2 if words == "int4" else 4  # times what is stored
     if packing is not None and packing.method == "gptq" and packing.symmetric:

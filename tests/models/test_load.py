@@ -359,6 +359,17 @@ def test_plans_count_what_a_checkpoint_stores(form: str | Kind, save_model: Any,
     assert experts.num_bytes == pytest.approx(planned, rel=0.05)
 
 
+def test_settings_in_a_file_of_their_own_count_in_plans_too(save_model: Any, tools: Any) -> None:
+    folder = save_model(tools.config("qwen3_moe", **WIDE, head_dim=128)).folder
+    pack_checkpoint(folder, PACKED["GPTQ"])  # symmetric: its zero points are not kept
+    spec, file = load_model_spec(folder), folder / "config.json"
+    stored, config = stored_precision(folder, spec), json.loads(file.read_text())
+    (folder / "quantize_config.json").write_text(json.dumps(config.pop("quantization_config")))
+    file.write_text(json.dumps(config))
+    assert stored is not None
+    assert stored_precision(folder, spec) == stored
+
+
 def test_floats_and_missing_weights_have_no_stored_precision(save_model: Any, tools: Any) -> None:
     folder = save_model(tools.config("qwen3_moe")).folder
     assert stored_precision(folder, load_model_spec(folder)) is None
